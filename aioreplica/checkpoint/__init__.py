@@ -14,6 +14,7 @@ from ._manager import CheckpointManager as CheckpointManager
 from ._preemption import EXIT_CODE as EXIT_CODE
 from ._reading import find_leftovers as find_leftovers
 from ._reading import newest_whole as newest_whole
+from ._restoring import MisfitError as MisfitError
 from ._restoring import Restored as Restored
 from ._savepoint import Savepoint as Savepoint
 from ._savepoint import model_variables as model_variables

@@ -37,6 +37,11 @@ NUM_LISTED = 8
 
 
 @final
+class MisfitError(CheckpointError):
+    """Raised when a checkpoint is that of another state."""
+
+
+@final
 @dataclass(frozen=True, slots=True)
 class Restored:
     """Result of restoring a state from a checkpoint.
@@ -220,12 +225,12 @@ def make_plan(state: State, manifest: Manifest, *, partial: bool) -> Plan:
         else:
             plan.unclaimed.append(key)
     if problems:
-        raise CheckpointError(
+        raise MisfitError(
             f"Step {manifest.step} does not fit the state: {_listed(problems)}. Nothing was "
             "changed."
         )
     if (plan.missing or plan.unclaimed) and not partial:
-        raise CheckpointError(
+        raise MisfitError(
             f"Step {manifest.step} does not match the state. Only in the state: "
             f"{_listed(plan.missing)}. Only in the checkpoint: {_listed(plan.unclaimed)}. Nothing "
             "was changed; restore(state, partial=True) takes what matches."

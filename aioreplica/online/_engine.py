@@ -19,13 +19,15 @@ from ..errors import JournalError, LoopMismatchError, StallError
 from ._example import unpack_example
 from ._intake import Intake, Taken, dead_error
 from ._journal import DeadLetters, OpenJournal
+from ._journal_format import MAIN
+from ._models import Models
 from ._publishing import Publishing
 from ._records import StepRecord
 from ._rollback import RollbackRequest, answer_request, refuse_all
 from ._saving import Saving
 from ._serving import Serving
 from ._settings import Settings
-from ._sources import Follower
+from ._sources import followers
 from ._step import Learning, StepResult
 from ._ticket import RecordStream, Signal
 
@@ -40,31 +42,46 @@ class Engine:
     """The tasks of an open learner, and what they share."""
 
     def __init__(
-        self, settings: Settings, step_fn: Callable[..., Any], before: Engine | None
+        self,
+        settings: Settings,
+        step_fn: Callable[..., Any],
+        before: Engine | None,
+        model: str = MAIN,
+        owner: Engine | None = None,
     ) -> None:
         self.settings = settings
+        self.model = model
+        self.owner = self if owner is None else owner
+        self.champion = self  # of the owner: the one whose model is served
         self._before = before  # of the same learner, closed
         self.loop = asyncio.get_running_loop()
         self.journal = None if settings.journal is None else OpenJournal(settings.journal)
+        if owner is None:
+            self.models = Models(self, settings.challengers, settings.max_lag)
+        else:
+            self.models, self.journal = owner.models, owner.journal and owner.journal.of(model)
+        self.reads = self.models.has_others  # from the journal, and takes nothing from the queue
+        self.least_version = 0  # that it may serve
+        self.began = ""
+        self.detached = ""
+        self.untold: dict[int, str] = {}  # errors of examples that others may be asked about
+        self.was_open = before is not None
         self.changed = Signal()
-        self.saving = Saving(
-            settings.checkpoints,
-            settings.variables,
-            self.journal,
-            settings.checkpoint_every_s,
-            self.changed.give,
-        )
+        self.saving = Saving(settings, self.journal, self.changed.give)
         self.streams: Living[RecordStream] = Living()
         self.dead = DeadLetters(self.journal)
         self.prequential = settings.prequential
         self.serving = serving = Serving(settings.step_check, settings.publish_if)
-        self.publishing = Publishing(settings.publish_to, lambda: serving.served, self.changed)
+        self.publishing = Publishing(
+            settings.publish_to, lambda: self.champion.serving.served, self.changed
+        )
         self.learning = Learning(settings, step_fn, serving, self.dead, self.changed)
         self.requests: deque[RollbackRequest] = deque()
         self.is_paused = False
         self.is_closing = False
         self.is_closed = False
         self.backlog_end = 0
+        self._waits_since: float | None = None  # when rows were seen that are not read yet
         self._num_dead_told = 0
         self._main: OwnedTask[None] | None = None
 
@@ -73,10 +90,11 @@ class Engine:
     async def open(self) -> None:
         """Open the journal, restore, and start the tasks; nothing is left open if that fails."""
         async with AsyncExitStack() as undo:
-            if self.journal is not None:
+            if self.journal is not None and self.is_owner:
                 await self.journal.open()
                 undo.push_async_callback(self.journal.aclose)
-            await self.saving.restore()
+                self.models.look_at(self.journal.facts.champion)
+            self.began = await self.models.begin(self)
             learning, version = self.learning, self.saving.version
             model = model_variables(learning.state)
             learning.learned_number, learning.last_version = self.saving.learned, version
@@ -89,30 +107,70 @@ class Engine:
                 self.serving.take_over(before.serving)
             elif self.prequential is not None:
                 self.prequential.load(self.saving.about("judged"))
-            last = 0 if self.journal is None else self.journal.facts.last_number
-            self.backlog_end = max(last, learning.learned_number)
-            if self.journal is not None and (self.has_backlog or self.saving.has_gone_back):
-                await learning.skip_versions(self.journal)
+            self.backlog_end = max(self._last_number, learning.learned_number)
+            if self.has_backlog or self.saving.has_gone_back or self.reads:
+                await self._skip_versions()
             self.intake = Intake(
-                self.settings.queue_size, self.journal, self.backlog_end, self.changed
+                self.settings.queue_size,
+                self.journal,
+                self.backlog_end,
+                self.changed,
+                is_read=self.reads,
             )
-            self.followers = _followers(self.settings, self.intake, self.journal)
-            await self.publishing.open(model)
-            self._main = OwnedTask(self._run(), "online learner")
+            if self.is_owner:
+                undo.push_async_callback(self.models.end)
+                await self.models.open()
+                self.intake.ask(self.champion.journal)
+            else:
+                self.intake.close(f"{self.model!r} is a challenger: it takes no examples itself.")
+            self.followers = followers(self.settings, self.intake, self.journal)
+            await self.publishing.open()
+            self._main = OwnedTask(self._run(), f"online learner {self.model}")
             undo.pop_all()
 
-    async def aclose(self) -> None:
-        """See `OnlineLearner.aclose`."""
+    @property
+    def is_owner(self) -> bool:
+        """True if it has the journal, takes examples, and opens the challengers."""
+        return self.owner is self
+
+    @property
+    def served(self) -> Engine:
+        """The engine whose model readers get: the champion, or a challenger that is asked."""
+        return self.champion if self.is_owner else self
+
+    @property
+    def _last_number(self) -> int:
+        """The newest example there is to learn, as far as that is known."""
+        if not self.is_owner:
+            return self.owner.intake.last_number
+        return 0 if self.journal is None else self.journal.facts.last_number
+
+    async def _skip_versions(self) -> None:
+        if self.journal is None:
+            return
+        learning = self.learning
+        is_below = learning.last_version < self.least_version
+        await learning.skip_versions(self.journal)
+        if is_below:  # an earlier champion may have served what is restored under that number
+            learning.last_version += 1
+            await learning.skip_versions(self.journal)
+            self.renumber(learning.last_version)
+
+    async def aclose(self, grace_s: float | None = None) -> None:
+        """See `OnlineLearner.aclose`; `grace_s` takes the place of the setting."""
         main = self._main
         if main is not None:
-            await _close(self, main)
+            await _close(self, main, self.settings.grace_s if grace_s is None else grace_s)
 
     async def _run(self) -> None:
         commits = publishing = None
         async with AsyncExitStack() as ends:
             ends.callback(self._end)
-            if self.journal is not None:
+            if self.journal is not None and self.is_owner:
                 ends.push_async_callback(self.journal.aclose)
+                ends.push_async_callback(self.models.end)
+                watching = OwnedTask(self.models.watch(), "online models")
+                ends.push_async_callback(_end_task, watching)
                 commits = OwnedTask(self.intake.commit_forever(), "online commits")
                 ends.push_async_callback(_end_task, commits)
                 commits.when_done(lambda _error: self.changed.give())
@@ -129,6 +187,8 @@ class Engine:
             if problem:
                 raise JournalError(f"Dead letters were not written down: {problem}")
             await self.saving.finish(self.learning.settled_number, self.version, self.kept)
+            if self.is_owner:
+                await self.models.close()
             if publishing is not None:
                 await _end_task(publishing)  # else its older version may be the last to be written
                 await self.publishing.finish()
@@ -148,8 +208,12 @@ class Engine:
     @property
     def _is_drained(self) -> bool:
         """True if nothing is left to do for a learner that closes."""
-        has_work = not self.learning.failure and (self.intake.queue or self.has_backlog)
-        return self.is_closing and not has_work
+        has_work = self.intake.queue or self.learning.learned_number < self.read_end
+        return self.is_closing and not (has_work and self._is_able)
+
+    @property
+    def _is_able(self) -> bool:
+        return not self.learning.failure and not self.detached
 
     # ---- what to do next -----------------------------------------------------------------
 
@@ -157,6 +221,34 @@ class Engine:
     def has_backlog(self) -> bool:
         """True if examples of earlier learners are not learned yet."""
         return self.learning.learned_number < self.backlog_end
+
+    @property
+    def read_end(self) -> int:
+        """The last example that is read from the journal, not taken from the queue."""
+        return self.owner.intake.last_number if self.reads else self.backlog_end
+
+    @property
+    def state(self) -> str:
+        """State of the learner, see `OnlineLearner.state`."""
+        if self.is_closing:
+            return "closed" if self.is_closed else "closing"
+        if self.detached:
+            return "detached"
+        if self.why_failed:
+            return "failed"
+        if self.is_paused:
+            return "paused"
+        if self.learning.retry_error:
+            return "retrying"
+        return "recovering" if self.has_backlog else "running"
+
+    @property
+    def why_failed(self) -> str:
+        """Reason why nothing is learned any more; "" if it is."""
+        limit, running_s = self.settings.step_timeout_s, self.learning.under_way.running_s
+        if self.learning.failure or limit is None or running_s <= limit:
+            return self.learning.failure
+        return f"A step has been running for {running_s:.1f} s, longer than {limit:g} s."
 
     def resume(self, *, set_aside: bool) -> None:
         """See `OnlineLearner.resume`."""
@@ -167,9 +259,10 @@ class Engine:
     async def _act(self) -> None:
         """Do what is to be done next, or wait until something changes."""
         learning, now = self.learning, asyncio.get_running_loop().time()
-        self.intake.settle_followers(learning.learned_number, self.version)
+        if self is self.owner.champion:
+            self.owner.intake.settle_followers(learning.learned_number, self.version)
         due_at = self.saving.due_at(learning.settled_number)
-        may_learn = not learning.failure and (self.is_closing or not self.is_paused)
+        may_learn = self._is_able and (self.is_closing or not self.is_paused)
         queue = self.intake.queue
         if self.requests:
             await answer_request(self, self.requests.popleft())
@@ -182,8 +275,8 @@ class Engine:
             await learning.skip_versions(self.journal)
             if learning.retry_error and self.is_closing:
                 learning.failure = learning.retry_error
-        elif may_learn and self.has_backlog:
-            await self._learn_backlog()
+        elif may_learn and learning.learned_number < self.read_end:
+            await self._read_or_wait(now, due_at)
         elif may_learn and queue:
             ready_at = queue[0].since + self.settings.max_delay_s
             if len(queue) >= self.settings.max_batch or now >= ready_at or self.is_closing:
@@ -192,6 +285,18 @@ class Engine:
                 await self.changed.wait(ready_at if due_at is None else min(ready_at, due_at))
         else:
             await self.changed.wait(due_at)
+
+    async def _read_or_wait(self, now: float, due_at: float | None) -> None:
+        """Learn what is in the journal, as soon as there is a batch or the first has waited."""
+        if self._waits_since is None:
+            self._waits_since = now
+        ready_at = self._waits_since + self.settings.max_delay_s
+        is_full = self.read_end - self.learning.learned_number >= self.settings.max_batch
+        if self.has_backlog or is_full or now >= ready_at or self.is_closing:
+            self._waits_since = None
+            await self._learn_backlog()
+        else:
+            await self.changed.wait(ready_at if due_at is None else min(ready_at, due_at))
 
     async def _save(self) -> None:
         problem = await self.dead.save()  # no checkpoint may leave them behind
@@ -202,19 +307,25 @@ class Engine:
 
     async def _learn_backlog(self) -> None:
         assert self.journal is not None  # or there is no backlog
-        learning = self.learning
+        learning, end = self.learning, self.read_end
         with learning.under_way.stepping():
             try:
                 rows = await self.journal.rows(learning.learned_number, self.settings.max_batch)
-                rows = [row for row in rows if row.number <= self.backlog_end]
+                rows = [row for row in rows if row.number <= end]
                 batch = [Taken(row.number, unpack_example(row.body), None, 0.0) for row in rows]
             except (JournalError, ValueError) as error:
                 learning.failure = str(error)
                 return
             if not batch:
-                learning.learned_number = self.backlog_end
+                learning.learned_number = end
+                self.models.free(self)
                 return
-            await learning.learn(batch, lambda _size: None, self._settle, self._tell)
+            free = self.models.free
+            taken_back = await learning.learn(
+                batch, lambda _size: free(self), self._settle, self._tell
+            )
+            for taken in taken_back:
+                self.untold.pop(taken.number, None)
 
     async def _learn_queued(self) -> None:
         with self.learning.under_way.stepping():
@@ -243,11 +354,19 @@ class Engine:
         for stream in self.streams:
             stream.add(record)
         self.changed.give()
+        self.owner.changed.give()
 
     def _settle(self, taken: Taken, outcome: int | str) -> None:
         """Tell those who wait for an example the version that has it, or its error."""
-        told = dead_error(taken.number, outcome) if isinstance(outcome, str) else outcome
-        self.intake.settle(taken, told)
+        if self.reads:
+            self.models.settle(self, taken.number, outcome)
+        else:
+            told = dead_error(taken.number, outcome) if isinstance(outcome, str) else outcome
+            self.intake.settle(taken, told)
+
+    def renumber(self, version: int) -> None:
+        """Serve what is served under a version that is larger than all before."""
+        self.learning.last_version = self.serving.renumber(version)
 
     @property
     def kept(self) -> Mapping[str, Any]:
@@ -259,18 +378,6 @@ class Engine:
     def version(self) -> int:
         """The newest version, that of the variables."""
         return self.serving.newest.version
-
-
-def _followers(
-    settings: Settings, intake: Intake, journal: OpenJournal | None
-) -> tuple[Follower, ...]:
-    if journal is None:  # then there are no sources
-        return ()
-    size = min(settings.max_batch, settings.queue_size)
-    return tuple(
-        Follower(name, source, settings.validate, size, intake, journal)
-        for name, source in settings.sources.items()
-    )
 
 
 def _record(
@@ -301,7 +408,8 @@ def _still_holds(engine: Engine, before: Engine) -> bool:
 
     If no checkpoint was restored, they would else learn the whole journal once more.
     """
-    if engine.saving.saved_number is not None or _journal_id(engine) != _journal_id(before):
+    was_restored = engine.began or engine.saving.saved_number is not None
+    if was_restored or _journal_id(engine) != _journal_id(before):
         return False
     left = before.serving.newest.components
     return all(
@@ -329,7 +437,7 @@ def require_loop(engine: Engine) -> None:
         )
 
 
-async def _close(engine: Engine, main: OwnedTask[None]) -> None:
+async def _close(engine: Engine, main: OwnedTask[None], grace_s: float | None) -> None:
     """Let an engine learn what was taken, within its grace, and save."""
     if not engine.loop.is_closed():
         require_loop(engine)
@@ -337,10 +445,10 @@ async def _close(engine: Engine, main: OwnedTask[None]) -> None:
     engine.intake.close(CLOSED)
     engine.changed.give()
     try:
-        async with asyncio.timeout(engine.settings.grace_s):
+        async with asyncio.timeout(grace_s):
             await main.done_or_cancelled()
     except TimeoutError:
-        await _cut_short(engine, main)
+        await _cut_short(engine, main, grace_s)
     except asyncio.CancelledError:
         main.cancel()
         await main.ended(through_interrupt=True)
@@ -348,23 +456,21 @@ async def _close(engine: Engine, main: OwnedTask[None]) -> None:
     finally:
         engine._main = None
         if main.is_done and not engine.is_closed:  # it was cancelled before it had begun
-            if engine.journal is not None:
+            if engine.journal is not None and engine.is_owner:
+                await engine.models.end()
                 await engine.journal.aclose()
             engine._end()
     if not main.task.cancelled():  # by another caller, or the end of the loop
         await main
 
 
-async def _cut_short(engine: Engine, main: OwnedTask[None]) -> None:
+async def _cut_short(engine: Engine, main: OwnedTask[None], grace_s: float | None) -> None:
     """End a learner whose time to close is over; the step under way is undone.
 
     Raises:
         StallError: If that step does not end, as it is on a thread.
     """
-    grace_s, left = (
-        engine.settings.grace_s,
-        engine.intake.last_number - engine.learning.learned_number,
-    )
+    left = engine.owner.intake.last_number - engine.learning.learned_number
     main.cancel()
     with suppress(TimeoutError):
         async with asyncio.timeout(UNDO_S):

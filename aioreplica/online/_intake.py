@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
@@ -21,7 +21,7 @@ from weakref import ref
 import anyio
 
 from ..errors import ContextError, JournalError, PoisonedExampleError
-from ._example import unpack_example
+from ._example import as_example, unpack_example
 from ._journal import OpenJournal
 from ._journal_format import Entry, Waiting
 from ._ticket import Signal, Ticket
@@ -78,7 +78,7 @@ class ExampleGroup:
         key: str | None,
         is_journalled: bool,
         *,
-        revived: int | None = None,
+        revived: tuple[str, int] | None = None,
     ) -> ExampleGroup:
         """Make the submission of some examples."""
         entry = Entry(examples, key, revived) if is_journalled else None
@@ -99,6 +99,8 @@ class Intake:
         journal: Where they are kept; None for nowhere.
         last_number: The newest number that was given before.
         changed: Given when the queue has grown.
+        is_read: Whether models read the journal by themselves. Nothing is queued then: tickets wait
+            for what `tell` says, and places for `learned_to`.
 
     Attributes:
         queue: The examples that are saved and not taken out yet.
@@ -113,6 +115,8 @@ class Intake:
         journal: OpenJournal | None,
         last_number: int,
         changed: Signal,
+        *,
+        is_read: bool = False,
     ) -> None:
         self.queue: deque[Taken] = deque()
         self.depth = 0
@@ -125,9 +129,10 @@ class Intake:
         self.num_commits = 0
         self.commit_s = 0.0
         self.journal_error = ""
-        self.last_number = last_number
-        self._queue_size = queue_size
-        self._journal = journal
+        self.last_number = self._freed_to = last_number
+        self.size = queue_size
+        self._journal = self._asked = journal
+        self._is_read = is_read
         self._changed = changed
         self._pending: deque[ExampleGroup] = deque()  # not saved yet
         self._room: deque[tuple[int, asyncio.Future[None]]] = deque()
@@ -148,7 +153,7 @@ class Intake:
         """
         size = len(submission.examples)
         self._require_open()
-        if self._room or self.depth + size > self._queue_size:
+        if self._room or self.depth + size > self.size:
             self.num_refused += size
             raise anyio.WouldBlock
         self.depth += size
@@ -165,7 +170,7 @@ class Intake:
         """
         size = len(submission.examples)
         self._require_open()
-        if self._room or self.depth + size > self._queue_size:
+        if self._room or self.depth + size > self.size:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._room.append((size, turn))
             try:
@@ -201,7 +206,7 @@ class Intake:
             size, turn = self._room[0]
             if turn.done():  # cancelled: it takes itself off the list
                 return
-            if self.depth + size > self._queue_size:
+            if self.depth + size > self.size:
                 return
             self._room.popleft()
             self.depth += size
@@ -250,7 +255,10 @@ class Intake:
             zip(submission.examples, submission.tickets, strict=True), first
         ):
             ticket.save(number)
-            self.queue.append(Taken(number, example, ticket, now))
+            if self._is_read:
+                self._follower_tickets(number).append(ref(ticket))
+            else:
+                self.queue.append(Taken(number, example, ticket, now))
         self.last_number = first + len(submission.examples) - 1
         self.num_taken += len(submission.examples)
         self._changed.give()
@@ -291,7 +299,10 @@ class Intake:
         now = asyncio.get_running_loop().time()
         for number, body in appended.strays:
             self.depth += 1
-            self.queue.append(Taken(number, unpack_example(body), None, now))
+            if self._is_read:
+                self.last_number = number
+            else:
+                self.queue.append(Taken(number, unpack_example(body), None, now))
         known: list[tuple[ExampleGroup, int]] = []
         for submission, result in zip(group, appended.results, strict=True):
             is_label = submission.entry is not None and submission.entry.label is not None
@@ -316,9 +327,9 @@ class Intake:
     async def _follow(self, submission: ExampleGroup, first: int) -> None:
         """Give tickets of a known key the numbers, and the fate, of the first submission."""
         numbers = range(first, first + len(submission.tickets))
-        assert self._journal is not None  # it knew the key
+        assert self._asked is not None  # it knew the key
         try:
-            fates = await self._journal.fates(numbers)
+            fates = await self._asked.fates(numbers)
         except JournalError as error:
             self._refuse(submission, error)
             return
@@ -330,11 +341,11 @@ class Intake:
 
     async def ticket_of(self, number: int) -> Ticket:
         """See `OnlineLearner.ticket`."""
-        if self._journal is None:
+        if self._asked is None:
             raise ContextError("Only a journal knows examples by number. Pass journal=path.")
         if not 1 <= number <= self.last_number:
             raise KeyError(number)
-        fates, ticket = await self._journal.fates([number]), Ticket()
+        fates, ticket = await self._asked.fates([number]), Ticket()
         self._tell_fate(ticket, number, fates.get(number, number))
         return ticket
 
@@ -357,11 +368,12 @@ class Intake:
 
     def settle(self, taken: Taken, outcome: Outcome) -> None:
         """Tell those who wait what became of an example, and free its place if it holds one."""
-        self._settle_followers(taken.number, outcome)
+        self.tell(taken.number, outcome)
         if taken.ticket is not None:
             taken.ticket.settle(outcome)
 
-    def _settle_followers(self, number: int, outcome: Outcome) -> None:
+    def tell(self, number: int, outcome: Outcome) -> None:
+        """Tell those who follow an example what became of it."""
         for each in self._followers.pop(number, []):
             ticket = each()
             if ticket is not None:
@@ -369,8 +381,16 @@ class Intake:
 
     def settle_followers(self, learned_number: int, version: int) -> None:
         """Tell those who follow examples that were learned before they asked."""
-        for number in [number for number in self._followers if number <= learned_number]:
-            self._settle_followers(number, version)
+        for number in self.followed(learned_number):
+            self.tell(number, version)
+
+    def followed(self, to: int) -> list[int]:
+        """Return the numbers up to one that somebody follows."""
+        return [number for number in self._followers if number <= to]
+
+    def ask(self, journal: OpenJournal | None) -> None:
+        """Ask what became of examples as a model sees it, from now on."""
+        self._asked = journal
 
     def next_batch(self, size: int) -> list[Taken]:
         """Take the first examples out of the queue; they keep their places."""
@@ -392,6 +412,13 @@ class Intake:
         """Free the places of examples that were learned or set aside."""
         self._release(size)
 
+    def learned_to(self, number: int) -> None:
+        """Free the places of examples up to a number, which the champion has learned."""
+        size = number - self._freed_to
+        if size > 0:
+            self._freed_to = number
+            self._release(size)
+
     # ---- closing -------------------------------------------------------------------------
 
     def close(self, because: str) -> None:
@@ -412,7 +439,7 @@ class Intake:
             self.settle(taken, ContextError(because))
         self.queue.clear()
         for number in [*self._followers]:
-            self._settle_followers(number, ContextError(because))
+            self.tell(number, ContextError(because))
 
 
 def dead_error(number: int, error: str) -> PoisonedExampleError:
@@ -436,6 +463,26 @@ def _interrupted_error() -> ContextError:
         "The learner was closed while the example was written, so it may be in the journal or "
         "not. Submit it again with its idempotency key."
     )
+
+
+def checked_group(
+    examples: Sequence[object],
+    key: str | None,
+    size: int,
+    validate: Callable[[Any], Any] | None,
+    is_journalled: bool,
+) -> ExampleGroup:
+    """Return the submission of some examples, checked; see `OnlineLearner.submit_many`."""
+    if key is not None and not is_journalled:
+        raise ValueError("key needs a journal, which remembers it. Pass journal=path.")
+    name = None if key is None else checked_key("key", key)
+    if not 0 < len(examples) <= size:
+        raise ValueError(
+            f"The queue has {size} places, so {len(examples)} examples cannot be taken at "
+            "once. Submit at least one and at most that many."
+        )
+    kept = [as_example(each if validate is None else validate(each)) for each in examples]
+    return ExampleGroup.of(kept, name, is_journalled)
 
 
 def checked_key(name: str, value: object) -> str:

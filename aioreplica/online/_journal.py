@@ -11,6 +11,7 @@ import os
 import sqlite3
 from collections import deque
 from collections.abc import Callable, Sequence
+from copy import copy
 from pathlib import Path
 from time import time
 from typing import Any, final
@@ -19,8 +20,9 @@ from ..devices import OwnLane, wait_until_done
 from ..errors import JournalError
 from ._example import pack_example
 from ._journal_file import JournalFile
-from ._journal_format import Appended, Dead, Entry, JournalFacts, Rollback, Row, Waiting
+from ._journal_format import MAIN, Appended, Dead, Entry, JournalFacts, Rollback, Row, Waiting
 from ._journal_keys import Keeping
+from ._journal_models import Consumer
 from ._records import DeadLetter
 
 KEPT_IN_MEMORY = 1000
@@ -92,13 +94,25 @@ class OpenJournal:
     """
 
     def __init__(self, journal: Journal) -> None:
+        self.model = MAIN
+        """Whose examples, dead letters and rollbacks these are."""
         self._path = journal.path
         self._file = journal.file()
         self._lane = OwnLane("journal", writes_files=True)
         self._facts: JournalFacts | None = None
-        self.first_number = 1
-        """Examples from this one on are kept."""
+        self._first_number = [1]  # one for all models
         self._opened_at = 0.0
+
+    def of(self, model: str) -> OpenJournal:
+        """Return the same open journal for another model; only this one is closed."""
+        view = copy(self)
+        view.model = model
+        return view
+
+    @property
+    def first_number(self) -> int:
+        """Examples from this one on are kept."""
+        return self._first_number[0]
 
     @property
     def path(self) -> Path:
@@ -120,7 +134,7 @@ class OpenJournal:
         """Open it; closed again if that fails."""
         try:
             self._facts = await self._lane.run(self._file.open)
-            self.first_number = self.facts.first_number
+            self._first_number[0] = self.facts.first_number
         except BaseException:
             await self.aclose()
             raise
@@ -136,37 +150,53 @@ class OpenJournal:
         return await self._lane.run(self._file.waiting, name, self.clock_s)
 
     async def skip_versions(self, learned: int, version: int) -> int:
-        return await self._lane.run(self._file.skip_versions, learned, version)
+        return await self._lane.run(self._file.skip_versions, learned, version, self.model)
 
     async def rows(self, after: int, limit: int) -> list[Row]:
-        return await self._lane.run(self._file.rows, after, limit)
+        return await self._lane.run(self._file.rows, after, limit, self.model)
 
     async def set_aside(self, letters: Sequence[Dead]) -> None:
-        await self._lane.run(self._file.set_aside, letters)
+        await self._lane.run(self._file.set_aside, letters, self.model)
 
     async def discard(self, number: int) -> bool:
-        return await self._lane.run(self._file.discard, number)
+        return await self._lane.run(self._file.discard, number, self.model)
 
     async def take_back(self, numbers: Sequence[int]) -> list[int]:
-        return await self._lane.run(self._file.take_back, numbers)
+        return await self._lane.run(self._file.take_back, numbers, self.model)
 
-    async def roll_back(self, to: int, skip: Sequence[int]) -> tuple[Rollback, ...]:
-        return await self._lane.run(self._file.roll_back, to, skip, time())
+    async def roll_back(self, base: int, to: int, skip: Sequence[int]) -> tuple[Rollback, ...]:
+        return await self._lane.run(self._file.roll_back, base, to, skip, time(), self.model)
 
     async def rollbacks(self) -> tuple[Rollback, ...]:
-        return await self._lane.run(self._file.rollbacks)
+        return await self._lane.run(self._file.rollbacks, self.model)
 
     async def without_rows(self, numbers: Sequence[int]) -> list[int]:
         return await self._lane.run(self._file.without_rows, numbers)
 
     async def compact(self, numbers: Sequence[int]) -> None:
-        self.first_number = await self._lane.run(self._file.compact, numbers, self.clock_s)
+        first = await self._lane.run(self._file.compact, numbers, self.clock_s, self.model)
+        self._first_number[0] = first
 
     async def dead_letters(self, after: int, limit: int, before: int | None) -> list[DeadLetter]:
-        return await self._lane.run(self._file.dead_letters, after, limit, before)
+        return await self._lane.run(self._file.dead_letters, after, limit, before, self.model)
 
     async def fates(self, numbers: Sequence[int]) -> dict[int, int | str]:
-        return await self._lane.run(self._file.fates, numbers)
+        return await self._lane.run(self._file.fates, numbers, self.model)
+
+    async def consumers(self) -> dict[str, Consumer]:
+        return await self._lane.run(self._file.consumers)
+
+    async def champion(self) -> str:
+        return await self._lane.run(self._file.champion)
+
+    async def attach(self, number: int) -> None:
+        await self._lane.run(self._file.attach, self.model, number, time())
+
+    async def detach(self, why: str) -> None:
+        await self._lane.run(self._file.detach, self.model, why)
+
+    async def promote(self, learned: int, version: int) -> None:
+        await self._lane.run(self._file.promote, self.model, learned, version)
 
     async def aclose(self) -> None:
         """Close the file and end the thread, through every cancellation."""

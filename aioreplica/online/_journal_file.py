@@ -10,7 +10,6 @@ Invariants:
 
 from __future__ import annotations
 
-import itertools
 import os
 import sqlite3
 import zlib
@@ -21,8 +20,10 @@ from typing import Any, final
 
 from ..checkpoint import FileLock
 from ..errors import AioReplicaError, JournalError
+from . import _journal_models as models
 from ._example import pack_example, unpack_example
 from ._journal_format import (
+    MAIN,
     NO_ROOM,
     Appended,
     Dead,
@@ -35,12 +36,10 @@ from ._journal_format import (
     locked,
     prepare,
 )
-from ._journal_keys import MOVED, Keeping, advance, claimed, find, forget, keep, offset
+from ._journal_keys import Keeping, advance, claimed, find, forget, keep, offset
 from ._records import DeadLetter
 
 MAX_NUMBER = 2**63 - 1  # of SQLite
-MAX_MOVES = 1000
-"""Times that an example which is retried and fails again is followed."""
 CLEAN_EVERY = 256
 """After so many commits old keys are deleted."""
 
@@ -84,7 +83,7 @@ class JournalFile:
             with self._database.opening():
                 [[self._last]] = self._run(_LAST)
                 facts = dict(self._run("SELECT name, value FROM facts"))
-                rollbacks = self._rollbacks()
+                rollbacks = models.rollbacks(self._run, MAIN)
         except BaseException:
             self.close()
             raise
@@ -93,6 +92,7 @@ class JournalFile:
             int(facts["first"]),
             self._last,
             float(facts["clock_s"]),
+            str(facts["champion"]),
             rollbacks,
         )
 
@@ -124,7 +124,9 @@ class JournalFile:
         """
         with self._database.writing("written"):
             strays = self._rows(self._last, None)
-            last = strays[-1].number if strays else self._last
+            last = max(
+                self._last, self._run(_LAST)[0][0]
+            )  # a stray may be gone for the first model
             if waiting:
                 keep(self._run, waiting, clock_s)
             results: list[tuple[int, bool] | AioReplicaError | KeyError] = []
@@ -146,8 +148,11 @@ class JournalFile:
         self, entry: Entry, bodies: Sequence[bytes], number: int, clock_s: float
     ) -> tuple[int, bool] | AioReplicaError | KeyError | None:
         """Return why nothing is appended for a submission, or remember it as that of `number`."""
-        if entry.revived is not None and not self._take_out(entry.revived, number):
-            return KeyError(entry.revived)
+        if entry.revived is not None:
+            model, old = entry.revived
+            if not self._take_out(model, old, number):
+                return KeyError(old)
+            models.is_for_one(self._run, model, number, old)
         if entry.progress is not None:
             return advance(self._run, entry.progress)
         if entry.key is None and entry.label is None:
@@ -160,33 +165,25 @@ class JournalFile:
         if self._num_commits % CLEAN_EVERY == 0:
             forget(self._run, self._keeping, clock_s)
 
-    def set_aside(self, letters: Sequence[Dead]) -> None:
+    def set_aside(self, letters: Sequence[Dead], model: str = MAIN) -> None:
         """Make dead letters of examples; durable when it returns. Blocks.
 
         Raises:
             JournalError: If that failed.
         """
         with self._database.writing("written"):
-            for number, body, error, time in letters:
-                self._run(
-                    "INSERT OR REPLACE INTO dead VALUES (?, ?, ?, ?, ?)",
-                    number,
-                    zlib.crc32(body),
-                    body,
-                    error,
-                    time,
-                )
+            models.set_aside(self._run, model, letters)
 
-    def discard(self, number: int) -> bool:
+    def discard(self, number: int, model: str = MAIN) -> bool:
         """Delete a dead letter; return whether there was one. Blocks.
 
         Raises:
             JournalError: If that failed.
         """
         with self._database.writing("written"):
-            return self._take_out(number)
+            return self._take_out(model, number)
 
-    def take_back(self, numbers: Sequence[int]) -> list[int]:
+    def take_back(self, numbers: Sequence[int], model: str = MAIN) -> list[int]:
         """Delete dead letters and keep their rows, which are learned then; blocks.
 
         Returns:
@@ -195,98 +192,60 @@ class JournalFile:
         Raises:
             JournalError: If that failed; nothing is deleted then.
         """
-        select, delete = (f"{verb} FROM dead WHERE number = ?" for verb in ("SELECT 1", "DELETE"))
         with self._database.writing("written"):
-            found = [number for number in numbers if self._run(select, number)]
-            for number in found:
-                self._run(delete, number)
-        return found
+            return models.take_back(self._run, model, numbers)
 
-    def _take_out(self, number: int, successor: int = 0) -> bool:
-        """Delete a dead letter, and its row: without the letter a restart would learn that.
+    def _take_out(self, model: str, number: int, successor: int = 0) -> bool:
+        self._keep_last(self._last)
+        return models.take_out(self._run, model, number, successor)
 
-        Its key may be known still, so the number that has taken its place is kept; 0 for none.
-        """
-        found = bool(self._run("SELECT 1 FROM dead WHERE number = ?", number))
-        self._run("DELETE FROM dead WHERE number = ?", number)
-        if found:
-            self._remember_last()
-            self._run("DELETE FROM examples WHERE number = ?", number)
-            fact = f"{MOVED}{number}"
-            self._run("INSERT OR REPLACE INTO facts VALUES (?, ?)", fact, successor)
-        return found
-
-    def skip_versions(self, learned: int, version: int) -> int:
+    def skip_versions(self, learned: int, version: int, model: str = MAIN) -> int:
         """Return a version behind all that may have been published; blocks.
-
-        Each has an example of its own, so the fact "ahead" bounds version minus newest number.
 
         Raises:
             JournalError: If that could not be written down.
         """
         with self._database.writing("written"):
-            known = self._run("SELECT value FROM facts WHERE name = 'ahead'")
-            ahead = max([version - learned, *(int(value) for (value,) in known)])
-            first = self._last + ahead
-            self._run("INSERT OR REPLACE INTO facts VALUES ('ahead', ?)", first - learned)
-        return first
+            return models.skip_versions(self._run, model, self._last, learned, version)
 
-    def roll_back(self, to: int, skip: Sequence[int], time: float) -> tuple[Rollback, ...]:
+    def roll_back(
+        self, base: int, to: int, skip: Sequence[int], time: float, model: str = MAIN
+    ) -> tuple[Rollback, ...]:
         """Begin a generation, and make dead letters of examples, in one transaction; blocks.
 
         Args:
+            base: The checkpoint that is gone back to.
             to: What was learned behind this number counts no more.
             skip: Examples that are not to be learned again; dead letters stay as they are.
             time: When, in seconds since the epoch.
-
-        Returns:
-            All rollbacks.
+            model: Which one goes back; all its rollbacks are returned.
 
         Raises:
             JournalError: If nothing was changed, as far as is known.
         """
         with self._database.writing("rolled back"):
-            for number in skip:
-                self._run(
-                    "INSERT OR IGNORE INTO dead SELECT number, crc32, body, ?, ? FROM examples "
-                    "WHERE number = ?",
-                    f"Left out by the rollback to {to}",
-                    time,
-                    number,
-                )
-            self._run(
-                "INSERT INTO rollbacks SELECT coalesce(max(generation), 0) + 1, ?, ? "
-                "FROM rollbacks",
-                to,
-                time,
-            )
-            return self._rollbacks()
+            return models.roll_back(self._run, model, base, to, skip, time)
 
-    def rollbacks(self) -> tuple[Rollback, ...]:
+    def rollbacks(self, model: str = MAIN) -> tuple[Rollback, ...]:
         """Return the rollbacks that the file really has; blocks.
 
         Raises:
             JournalError: If it cannot be read.
         """
         with self._database.reading():
-            return self._rollbacks()
+            return models.rollbacks(self._run, model)
 
-    def _rollbacks(self) -> tuple[Rollback, ...]:
-        rows = self._run("SELECT generation, rolled_to FROM rollbacks ORDER BY generation")
-        return tuple(itertools.starmap(Rollback, rows))
-
-    def _remember_last(self) -> None:
+    def _keep_last(self, last: int) -> None:
         """Keep the newest number, as its row may go."""
-        self._run("UPDATE facts SET value = max(value, ?) WHERE name = 'last'", self._last)
+        self._run("UPDATE facts SET value = max(value, ?) WHERE name = 'last'", last)
 
-    def compact(self, numbers: Sequence[int], clock_s: float) -> int:
+    def compact(self, numbers: Sequence[int], clock_s: float, model: str = MAIN) -> int:
         """Delete examples that no checkpoint needs, and keys too old; blocks.
 
         Args:
-            numbers: Those of the checkpoints, ascending. What the first of them has learned goes,
-                and what later ones have as long as there is more than `max_bytes`; the last one
-                is used up then, too.
+            numbers: Those of the checkpoints of a model, ascending; see `compaction_to`.
             clock_s: The time.
+            model: Which one. What another one needs, and has not given up, stays.
 
         Returns:
             The number from which on examples are kept.
@@ -295,23 +254,67 @@ class JournalFile:
             JournalError: If that failed; nothing is deleted then.
         """
         with self._database.writing("compacted"):
-            number = self._compaction_to(numbers)
+            number = models.compaction_to(self._run, numbers, self._max_bytes)
             last = max(self._last, numbers[-1])
-            self._run("UPDATE facts SET value = max(value, ?) WHERE name = 'last'", last)
-            self._run("DELETE FROM examples WHERE number <= ?", number)
-            self._run("UPDATE facts SET value = max(value, ?) WHERE name = 'first'", number + 1)
+            self._keep_last(last)
+            models.compact(self._run, model, number, numbers[-1])
             self._remember_clock(clock_s)
             forget(self._run, self._keeping, clock_s)
             [[first]] = self._run("SELECT value FROM facts WHERE name = 'first'")
         self._last = last
         return int(first)
 
-    def _compaction_to(self, numbers: Sequence[int]) -> int:
-        behind = "SELECT coalesce(sum(length(body)), 0) FROM examples WHERE number > ?"
-        for number in numbers[:-1]:
-            if self._max_bytes is None or self._run(behind, number)[0][0] <= self._max_bytes:
-                return number
-        return numbers[-1]
+    # ---- models --------------------------------------------------------------------------
+
+    def consumers(self) -> dict[str, models.Consumer]:
+        """Return all models that have ever learned from the journal; blocks.
+
+        Raises:
+            JournalError: If it cannot be read.
+        """
+        with self._database.reading():
+            return models.consumers(self._run)
+
+    def champion(self) -> str:
+        """Return the model that is served; blocks.
+
+        Raises:
+            JournalError: If it cannot be read.
+        """
+        with self._database.reading():
+            return models.champion(self._run)
+
+    def attach(self, model: str, number: int, time: float) -> None:
+        """Let a model begin with what was learned up to a number; blocks.
+
+        Raises:
+            JournalError: If the journal has not all behind that, or cannot be written.
+        """
+        with self._database.writing("written"):
+            models.attach(self._run, model, number, time)
+
+    def detach(self, model: str, why: str) -> None:
+        """Keep no rows for a model any more; blocks.
+
+        Raises:
+            JournalError: If it is the champion, or the journal cannot be written.
+        """
+        with self._database.writing("written"):
+            models.detach(self._run, model, why)
+
+    def promote(self, model: str, learned: int, version: int) -> None:
+        """Make a model the champion, in one transaction; blocks.
+
+        Args:
+            model: Which one.
+            learned: How far it has learned.
+            version: The first version of it that is served.
+
+        Raises:
+            JournalError: If it is not attached, or the journal cannot be written.
+        """
+        with self._database.writing("written"):
+            models.promote(self._run, model, learned, version)
 
     # ---- reading -------------------------------------------------------------------------
 
@@ -325,27 +328,25 @@ class JournalFile:
             select = "SELECT 1 FROM examples WHERE number = ?"
             return [number for number in numbers if not self._run(select, number)]
 
-    def rows(self, after: int, limit: int) -> list[Row]:
-        """Return examples behind a number that are not dead letters, in order; blocks.
+    def rows(self, after: int, limit: int, model: str = MAIN) -> list[Row]:
+        """Return examples behind a number that a model has to learn, in order; blocks.
 
         Raises:
             JournalError: If one is damaged, or the file cannot be read.
         """
         with self._database.reading():
-            return self._rows(after, limit)
+            return self._rows(after, limit, model)
 
-    def _rows(self, after: int, limit: int | None) -> list[Row]:
-        found = self._run(
-            "SELECT number, crc32, body FROM examples WHERE number > ? AND number NOT IN "
-            "(SELECT number FROM dead) ORDER BY number LIMIT ?",
-            after,
-            -1 if limit is None else limit,
-        )
+    def _rows(self, after: int, limit: int | None, model: str = MAIN) -> list[Row]:
+        most = -1 if limit is None else limit
+        found = self._run(models.ROWS_OF_MODEL, after, model, model, most)
         return [
             Row(number, _checked(self._path, number, crc32, body)) for number, crc32, body in found
         ]
 
-    def dead_letters(self, after: int, limit: int, before: int | None = None) -> list[DeadLetter]:
+    def dead_letters(
+        self, after: int, limit: int, before: int | None = None, model: str = MAIN
+    ) -> list[DeadLetter]:
         """Return dead letters behind a number, or the last ones before another one; blocks.
 
         Raises:
@@ -353,8 +354,9 @@ class JournalFile:
         """
         with self._database.reading():
             found = self._run(
-                "SELECT number, crc32, body, error, time FROM dead WHERE number > ? AND number < ? "
-                f"ORDER BY number {'ASC' if before is None else 'DESC'} LIMIT ?",
+                "SELECT number, crc32, body, error, time FROM dead WHERE model = ? AND number > ? "
+                f"AND number < ? ORDER BY number {'ASC' if before is None else 'DESC'} LIMIT ?",
+                model,
                 after,
                 MAX_NUMBER if before is None else before,
                 limit,
@@ -384,7 +386,7 @@ class JournalFile:
         with self._database.reading():
             return offset(self._run, source)
 
-    def fates(self, numbers: Sequence[int]) -> dict[int, int | str]:
+    def fates(self, numbers: Sequence[int], model: str = MAIN) -> dict[int, int | str]:
         """Return what became of those examples that are not as they were; blocks.
 
         Returns:
@@ -395,7 +397,7 @@ class JournalFile:
             JournalError: If the file cannot be read.
         """
         with self._database.reading():
-            found = {number: _fate(self._run, number) for number in numbers}
+            found = {number: models.fate(self._run, model, number) for number in numbers}
             return {number: fate for number, fate in found.items() if fate is not None}
 
 
@@ -542,15 +544,3 @@ def _checked(path: Path, number: int, crc32: int, body: bytes) -> bytes:
             "fit. Restore the journal from a copy, or delete the row to go on without it."
         )
     return bytes(body)
-
-
-def _fate(run: Callable[..., list[tuple[Any, ...]]], number: int) -> int | str | None:
-    """Return the error of a dead letter, what has taken its place, 0 for nothing; None if alive."""
-    fate: int | str | None = None
-    for _ in range(MAX_MOVES):
-        moved = run("SELECT value FROM facts WHERE name = ?", f"{MOVED}{number}")
-        if not moved:
-            break
-        fate = number = int(moved[0][0])
-    dead = run("SELECT error FROM dead WHERE number = ?", number)
-    return str(dead[0][0]) if dead else fate

@@ -48,7 +48,43 @@ CREATE INDEX pending_by_clock ON pending (clock_s);
 _VERSION_4 = """
 CREATE TABLE offsets (source TEXT PRIMARY KEY, read_to TEXT NOT NULL) WITHOUT ROWID;
 """
-_SCHEMAS = (_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4)
+
+_VERSION_5 = ""
+"""Reserved."""
+
+MAIN = "main"
+"""The model whose learner has the journal."""
+
+_VERSION_6 = f"""
+CREATE TABLE consumers (
+    model TEXT PRIMARY KEY, kept_behind INTEGER NOT NULL, learned INTEGER NOT NULL, ahead INTEGER,
+    least_version INTEGER NOT NULL, detached TEXT NOT NULL
+) WITHOUT ROWID;
+INSERT INTO consumers SELECT '{MAIN}', coalesce(max(value), 1) - 1, coalesce(max(value), 1) - 1,
+    (SELECT max(value) FROM facts WHERE name = 'ahead'), 0, '' FROM facts WHERE name = 'first';
+CREATE TABLE gone (
+    model TEXT, number INTEGER, successor INTEGER NOT NULL, PRIMARY KEY (model, number)
+) WITHOUT ROWID;
+INSERT INTO gone SELECT '{MAIN}', CAST(substr(name, 7) AS INTEGER), value FROM facts
+    WHERE name GLOB 'moved *';
+DELETE FROM facts WHERE name = 'ahead' OR name GLOB 'moved *';
+INSERT INTO facts VALUES ('champion', '{MAIN}');
+ALTER TABLE dead RENAME TO dead_before;
+CREATE TABLE dead (
+    number INTEGER NOT NULL, crc32 INTEGER NOT NULL, body BLOB NOT NULL, error TEXT NOT NULL,
+    time REAL NOT NULL, model TEXT NOT NULL, PRIMARY KEY (model, number)
+);
+INSERT INTO dead SELECT number, crc32, body, error, time, '{MAIN}' FROM dead_before;
+DROP TABLE dead_before;
+ALTER TABLE rollbacks RENAME TO rollbacks_before;
+CREATE TABLE rollbacks (
+    model TEXT, generation INTEGER, rolled_to INTEGER NOT NULL, time REAL NOT NULL,
+    PRIMARY KEY (model, generation)
+) WITHOUT ROWID;
+INSERT INTO rollbacks SELECT '{MAIN}', generation, rolled_to, time FROM rollbacks_before;
+DROP TABLE rollbacks_before;
+"""
+_SCHEMAS = (_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4, _VERSION_5, _VERSION_6)
 VERSION = len(_SCHEMAS)
 
 
@@ -91,14 +127,14 @@ class Entry(NamedTuple):
     Attributes:
         examples: As `as_example` gives them; none for a label whose prediction is not there.
         key: Its idempotency key.
-        revived: The dead letter that it takes the place of.
+        revived: The dead letter that it takes the place of, and whose it is: for that model alone.
         label: What it was made of, together with the prediction that goes.
         progress: The source that the examples come from.
     """
 
     examples: Sequence[Any]
     key: str | None = None
-    revived: int | None = None
+    revived: tuple[str, int] | None = None
     label: Label | None = None
     progress: Progress | None = None
 
@@ -153,13 +189,15 @@ class JournalFacts:
         first_number: Rows before it may have been deleted.
         last_number: The newest number.
         clock_s: How many seconds learners have had it open.
-        rollbacks: See `Rollback`, in their order.
+        champion: The model that is served.
+        rollbacks: See `Rollback`, in their order; those of the model that has opened it.
     """
 
     id: str
     first_number: int
     last_number: int
     clock_s: float
+    champion: str
     rollbacks: tuple[Rollback, ...]
 
 

@@ -21,11 +21,9 @@ from ._journal_format import Entry, Progress, Waiting
 Run = Callable[..., list[tuple[Any, ...]]]
 """Runs one statement of SQL, with its values."""
 
-MOVED = "moved "
-"""Begin of the facts that say what has taken a dead letter's place."""
-_FORGET_MOVES = f"""
-DELETE FROM facts WHERE name GLOB '{MOVED}*' AND CAST(substr(name, {len(MOVED) + 1}) AS INTEGER)
-< (SELECT coalesce(min(first), 9e18) FROM keys)
+_FORGET_GONE = """
+DELETE FROM gone WHERE number < (SELECT coalesce(min(first), 9e18) FROM keys)
+AND number NOT IN (SELECT number FROM examples)
 """
 _LABELLED = "\0label "
 """Begin of the keys of labels; no key of a submission has that character."""
@@ -126,7 +124,7 @@ def forget(run: Run, keeping: Keeping, clock_s: float) -> None:
     """Delete what is too old."""
     run("DELETE FROM keys WHERE clock_s < ?", clock_s - keeping.keys_s)
     run("DELETE FROM pending WHERE clock_s < ?", clock_s - keeping.labels_s)
-    run(_FORGET_MOVES)
+    run(_FORGET_GONE)
 
 
 def _digest(bodies: Sequence[bytes]) -> bytes:

@@ -1,4 +1,6 @@
-"""Labels that come later: a prediction is kept with its input under an id, until its label joins.
+"""Labels that come later, and dead letters that are taken again.
+
+A prediction is kept with its input under an id, until its label joins.
 
 The journal's side, and what makes a label exactly one example, is in `_journal_keys.py`.
 """
@@ -61,3 +63,23 @@ def _require_kept(engine: Engine) -> None:
             "No predictions are kept for later labels. Pass journal=ar.online.Journal(path, "
             "label_ttl_s=86400)."
         )
+
+
+async def taken_again(engine: Engine, number: int) -> Ticket:
+    """Take a dead letter of the served model again."""
+    if engine is not engine.owner.champion:
+        raise ContextError(
+            f"{engine.model!r} is not served, so none of its dead letters is taken again: those "
+            "who wait for an example wait for the champion. Promote it, or discard them."
+        )
+    letter = await engine.dead.find(number)
+    is_journalled = engine.journal is not None
+    submission = ExampleGroup.of(
+        [letter.example], None, is_journalled, revived=(engine.model, number)
+    )
+    if is_journalled:
+        await engine.owner.intake.take(submission)
+    else:
+        engine.intake.take_nowait(submission)
+        await engine.dead.discard(number)
+    return submission.tickets[0]

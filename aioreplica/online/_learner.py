@@ -14,10 +14,10 @@ from ..errors import ContextError
 from ..strategies import Strategy
 from ..values import Snapshot
 from ._engine import CLOSED, Engine, require_loop
-from ._example import as_example
-from ._intake import ExampleGroup, checked_key
+from ._intake import ExampleGroup, checked_group
 from ._journal import Journal, checked_count, checked_seconds
-from ._labels import expect, expected, label
+from ._journal_format import MAIN
+from ._labels import expect, expected, label, taken_again
 from ._prequential import Prequential
 from ._records import DeadLetter
 from ._rollback import RollbackRequest, checked
@@ -27,6 +27,7 @@ from ._settings import (
     StepFunction,
     Validation,
     check,
+    check_challengers,
     checked_errors,
     checked_or_none,
     checked_step_fn,
@@ -34,7 +35,7 @@ from ._settings import (
     optimizers_of,
 )
 from ._sources import Source, checked_sources
-from ._statistics import LearnerStatistics, state_of, statistics_of
+from ._statistics import LearnerStatistics, statistics_of
 from ._ticket import RecordStream, Ticket
 
 
@@ -90,6 +91,11 @@ class OnlineLearner:
             it refuses is held back: `snapshot()` and `publish_to` stay, and learning goes on.
         prequential: Predicts each batch before it is learned: figures, and drift.
         sources: Read by the learner itself, by name, such as `FolderSource`; needs a journal.
+        challengers: Learners by name that learn the same examples, in batches of their own, until
+            one is promoted. They are opened and closed with this one, which needs a journal and
+            checkpoints. Each has a strategy, variables and checkpoints of its own, and no journal;
+            its `queue_size` is of no use.
+        max_lag: A model that is not served is detached once it is so many examples behind.
 
     Raises:
         ValueError: If a number is out of range, `variables` no container, or there are workers.
@@ -118,10 +124,10 @@ class OnlineLearner:
         publish_if: GateFunction | None = None,
         prequential: Prequential | None = None,
         sources: Mapping[str, Source] | None = None,
+        challengers: Mapping[str, OnlineLearner] | None = None,
+        max_lag: int = 100_000,
     ) -> None:
-        check(strategy, checkpoints, validate, step_check, publish_if)
-        if prequential is not None and not isinstance(prequential, Prequential):
-            raise TypeError(f"prequential must be an ar.online.Prequential, got {prequential!r}.")
+        check(strategy, checkpoints, validate, step_check, publish_if, prequential)
         Savepoint(variables)  # says what cannot be undone or saved
         self._settings = Settings(
             strategy,
@@ -142,7 +148,10 @@ class OnlineLearner:
             prequential,
             validate,
             checked_sources({} if sources is None else sources, journal is not None),
+            {} if challengers is None else dict(challengers),
+            checked_count("max_lag", max_lag),
         )
+        check_challengers(self._settings)
         self._step_fn = checked_step_fn(step_fn)
         self._engine: Engine | None = None
         self._is_opening = False
@@ -174,7 +183,7 @@ class OnlineLearner:
         Cancellation:
             While it waits for a place, nothing is taken. Later the example may be taken.
         """
-        submission = self._submission([example], key)
+        submission = self._group([example], key)
         await self._open_engine().intake.take(submission)
         return await submission.tickets[0].saved()
 
@@ -197,7 +206,7 @@ class OnlineLearner:
             ValueError: If there are more than the queue can ever hold.
             Exception: As `submit`.
         """
-        submission = self._submission(examples, key)
+        submission = self._group(examples, key)
         await self._open_engine().intake.take(submission)
         await submission.tickets[0].saved()
         return submission.tickets
@@ -206,24 +215,9 @@ class OnlineLearner:
         self, examples: Sequence[object], *, key: str | None = None
     ) -> tuple[Ticket, ...]:
         """Take several examples if there is room for all; otherwise as `submit_nowait`."""
-        submission = self._submission(examples, key)
+        submission = self._group(examples, key)
         self._open_engine().intake.take_nowait(submission)
         return submission.tickets
-
-    def _submission(self, examples: Sequence[object], key: str | None) -> ExampleGroup:
-        self._open_engine()
-        size = self._settings.queue_size
-        if key is not None and self._settings.journal is None:
-            raise ValueError("key needs a journal, which remembers it. Pass journal=path.")
-        name = None if key is None else checked_key("key", key)
-        if not 0 < len(examples) <= size:
-            raise ValueError(
-                f"The queue has {size} places, so {len(examples)} examples cannot be taken at "
-                "once. Submit at least one and at most that many."
-            )
-        validate = self._settings.validate
-        kept = [as_example(each if validate is None else validate(each)) for each in examples]
-        return ExampleGroup.of(kept, name, self._settings.journal is not None)
 
     # ---- labels that come later ----------------------------------------------------------
 
@@ -287,7 +281,7 @@ class OnlineLearner:
         Raises:
             ContextError: If the learner was never opened.
         """
-        return _opened(self._engine).serving.served
+        return _opened(self._engine).served.serving.served
 
     @property
     def version(self) -> int:
@@ -312,13 +306,13 @@ class OnlineLearner:
         Cancellation:
             Stops waiting; it is pinned.
         """
-        engine = self._open_engine()
+        engine = self._open_engine().served
         engine.serving.pin(version)
         await _keep_served(engine)
 
     async def unpin(self) -> None:
         """Serve the newest version again, unless `publish_if` holds it back; as `pin`."""
-        engine = self._open_engine()
+        engine = self._open_engine().served
         engine.serving.unpin()
         await _keep_served(engine)
 
@@ -329,14 +323,14 @@ class OnlineLearner:
         "new", "recovering" (learning what earlier learners left), "running", "paused", "retrying"
         (after an error of `retry_on`), "failed", "closing" or "closed".
         """
-        return state_of(self._engine)
+        return "new" if self._engine is None else self._engine.state
 
     @property
     def is_ready(self) -> bool:
-        """True if it learns or is paused, has caught up, and its journal takes examples."""
-        if self._engine is None or self.state not in {"running", "paused"}:
+        """True if what is served learns or is paused, has caught up, and examples are taken."""
+        if self._engine is None or self._engine.served.state not in {"running", "paused"}:
             return False
-        return not self._engine.has_backlog and not self._engine.intake.journal_error
+        return not self._engine.served.has_backlog and not self._engine.intake.journal_error
 
     @property
     def queue_size(self) -> int:
@@ -352,6 +346,34 @@ class OnlineLearner:
     def statistics(self) -> LearnerStatistics:
         """Return what it has done and where it stands."""
         return statistics_of(_opened(self._engine))
+
+    # ---- several models ------------------------------------------------------------------
+
+    @property
+    def champion(self) -> str:
+        """Name of the model that is served: "main", which is this one's, or a challenger's."""
+        return _opened(self._engine).models.champion_name
+
+    async def promote(self, model: str) -> int:
+        """Serve another model from now on, also after a restart: a challenger, or "main" again.
+
+        It is one transaction of the journal; the champion before goes on as a challenger.
+
+        Returns:
+            The first version of it that is served, larger than all before.
+
+        Raises:
+            ValueError: If there is none of that name, or it has failed or is detached.
+            JournalError: If the journal could not be written: nothing has changed.
+            ContextError: If the learner is not open, or is a challenger itself.
+
+        Cancellation:
+            Stops waiting; it is promoted all the same.
+        """
+        engine = self._open_engine()
+        if not engine.is_owner:
+            raise ContextError(f"{engine.model!r} is a challenger. Promote it with its champion.")
+        return await engine.models.promote(model)
 
     # ---- while it runs -------------------------------------------------------------------
 
@@ -444,7 +466,7 @@ class OnlineLearner:
             Stops waiting; it is rolled back all the same.
         """
         engine = self._open_engine()
-        if self._settings.checkpoints is None or self._settings.journal is None:
+        if self._settings.checkpoints is None or engine.journal is None:
             raise ContextError("A rollback needs a journal and checkpoints. Pass both.")
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         request = RollbackRequest(*checked(to, skip), done)
@@ -465,7 +487,7 @@ class OnlineLearner:
         """
         engine = self._open_engine()
         ticket = await engine.intake.ticket_of(number)
-        engine.intake.settle_followers(engine.learning.learned_number, engine.version)
+        engine.intake.settle_followers(engine.served.learning.learned_number, engine.version)
         return ticket
 
     # ---- dead letters --------------------------------------------------------------------
@@ -492,7 +514,7 @@ class OnlineLearner:
             anyio.WouldBlock: If the queue is full, without a journal.
             Exception: As `submit`.
         """
-        return await (await _taken_again(self._open_engine(), number)).saved()
+        return await (await taken_again(self._open_engine(), number)).saved()
 
     async def discard(self, number: int) -> None:
         """Delete a dead letter for good.
@@ -523,17 +545,21 @@ class OnlineLearner:
             await self._engine.aclose()
 
     async def __aenter__(self) -> Self:
+        await self._open_as(MAIN, None)
+        return self
+
+    async def _open_as(self, model: str, owner: Engine | None) -> Engine:
         before = self._engine
         if self._is_opening or (before is not None and not before.is_closed):
             raise ContextError("The learner is open already. Enter it once.")
         self._is_opening = True
         try:
-            engine = Engine(self._settings, self._step_fn, before)
+            engine = Engine(self._settings, self._step_fn, before, model, owner)
             await engine.open()
         finally:
             self._is_opening = False
         self._engine = engine
-        return self
+        return engine
 
     async def __aexit__(
         self,
@@ -542,6 +568,11 @@ class OnlineLearner:
         trace: TracebackType | None,
     ) -> None:
         await self.aclose()
+
+    def _group(self, examples: Sequence[object], key: str | None) -> ExampleGroup:
+        self._open_engine()
+        own = self._settings
+        return checked_group(examples, key, own.queue_size, own.validate, own.journal is not None)
 
     def _open_engine(self) -> Engine:
         engine = self._engine
@@ -561,18 +592,6 @@ async def _keep_served(engine: Engine) -> None:
     engine.changed.give()
     if engine.settings.checkpoints is not None:
         await engine.saving.request()
-
-
-async def _taken_again(engine: Engine, number: int) -> Ticket:
-    letter = await engine.dead.find(number)
-    is_journalled = engine.journal is not None
-    submission = ExampleGroup.of([letter.example], None, is_journalled, revived=number)
-    if is_journalled:
-        await engine.intake.take(submission)
-    else:
-        engine.intake.take_nowait(submission)
-        await engine.dead.discard(number)
-    return submission.tickets[0]
 
 
 def _opened(engine: Engine | None) -> Engine:

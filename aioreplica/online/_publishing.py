@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from ..devices import run_on_host
 from ..values import Snapshot
@@ -39,18 +39,16 @@ class Publishing:
         self._path = path
         self._newest = newest
         self._changed = changed
-        self._model: Mapping[str, Any] = {}
         self._version = -1
         self._touch_at = 0.0
         self._backoff = Backoff(0.5, 30.0)
 
-    async def open(self, model: Mapping[str, object]) -> None:
-        """Write the first snapshot, of variables by their keys; a full disk is asked again.
+    async def open(self) -> None:
+        """Write the first snapshot; a full disk is asked again.
 
         Raises:
             OSError: If that failed for another reason.
         """
-        self._model = model
         await self._write(is_first=True)
 
     async def run(self) -> None:
@@ -86,7 +84,7 @@ class Publishing:
         snapshot = self._newest()
         if self._path is None or snapshot.version == self._version:
             return
-        arrays = {key: snapshot[variable] for key, variable in self._model.items()}
+        arrays = {key: snapshot[key] for key in snapshot.names}
         try:
             await run_on_host(publish_snapshot, self._path, snapshot.version, arrays)
         except OSError as error:

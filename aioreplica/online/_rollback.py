@@ -1,9 +1,8 @@
-"""Going back: which checkpoints count, and what a rollback does to an open learner.
+"""Going back: what a rollback does to a learner, open or closed.
 
-A rollback begins a generation in the journal, with the number that it goes back to. A checkpoint
-has the generation it was saved in; it is void if it has learned more than the number of a rollback
-that came later. Going back takes the newest checkpoint that is not void, and learns the examples
-behind it again, but for those that are left out.
+A rollback begins a generation in the journal, with the number that it goes back to. Going back
+takes the newest checkpoint that is not void, and learns the examples behind it again, but for those
+that are left out.
 
 Invariants:
     * The transaction of the journal is the rollback: before it all is as it was, after it every
@@ -19,8 +18,9 @@ from dataclasses import dataclass
 from time import time
 from typing import TYPE_CHECKING, final
 
-from ..checkpoint import CheckpointManager, Savepoint, plain_value
+from ..checkpoint import CheckpointManager, Savepoint
 from ..errors import ContextError, JournalError
+from ._generations import step_before
 from ._intake import dead_error
 from ._journal import Journal
 from ._journal_format import Rollback
@@ -69,58 +69,6 @@ def checked(to: object, skip: Sequence[int]) -> tuple[int, tuple[int, ...]]:
     return to, numbers
 
 
-# ---- checkpoints -------------------------------------------------------------------------
-
-
-def is_void(step: int, generation: int, rollbacks: Sequence[Rollback]) -> bool:
-    """Tell whether a checkpoint has learned more than a later rollback leaves."""
-    return any(step > each.rolled_to for each in rollbacks if each.generation > generation)
-
-
-def generation_of(manager: CheckpointManager, step: int) -> int | None:
-    """Return the generation of a learner's checkpoint, None if that is damaged; blocks."""
-    facts = plain_value(manager._storage, step, "online")
-    return None if facts is None else int(facts.get("generation", 0))
-
-
-def void_steps(manager: CheckpointManager, rollbacks: Sequence[Rollback]) -> list[int]:
-    """Return the checkpoints that count no more, ascending; blocks.
-
-    Raises:
-        CheckpointError: If something cannot be read.
-    """
-    lowest = min((each.rolled_to for each in rollbacks), default=None)
-    if lowest is None:
-        return []
-    found = []
-    for step in manager.steps():
-        generation = generation_of(manager, step) if step > lowest else None
-        if generation is not None and is_void(step, generation, rollbacks):
-            found.append(step)
-    return found
-
-
-def step_before(
-    manager: CheckpointManager, to: int, first_number: int, rollbacks: Sequence[Rollback]
-) -> int:
-    """Return the checkpoint that a rollback goes back to; blocks.
-
-    Raises:
-        ValueError: If there is none behind which the journal has all examples.
-        CheckpointError: If something cannot be read.
-    """
-    void = void_steps(manager, rollbacks)
-    able = [step for step in manager.steps() if step + 1 >= first_number and step not in void]
-    before = [step for step in able if step <= to]
-    if not before:
-        oldest = f"the oldest one is {able[0]}" if able else "there is none"
-        raise ValueError(
-            f"There is no checkpoint at or before {to} behind which the journal has all examples: "
-            f"{oldest}."
-        )
-    return before[-1]
-
-
 def roll_back_closed(
     journal: Journal, manager: CheckpointManager, to: int, skip: Sequence[int]
 ) -> int:
@@ -142,7 +90,7 @@ def roll_back_closed(
         if to > facts.last_number:
             raise ValueError(f"There are only {facts.last_number} examples, no {to}.")
         _require_none(file.without_rows(numbers))
-        file.roll_back(to, numbers, time())
+        file.roll_back(base, to, numbers, time())
     finally:
         file.close()
     return base
@@ -219,7 +167,7 @@ async def roll_back(engine: Engine, request: RollbackRequest) -> int:
     try:
         await saving.go_back(base)
         try:
-            saving.rollbacks = await journal.roll_back(request.to, request.skip)
+            saving.rollbacks = await journal.roll_back(base, request.to, request.skip)
         except JournalError as error:
             saving.rollbacks = await _really(engine, error)
             if saving.rollbacks == known:
@@ -268,12 +216,16 @@ async def _require_possible(engine: Engine, request: RollbackRequest) -> int:
 async def _follow(engine: Engine, base: int, request: RollbackRequest) -> None:
     """Let everything follow what the journal and the variables are now."""
     assert engine.journal is not None
-    intake = engine.intake
+    intake, why = engine.intake, f"Left out by the rollback to {request.to}"
     engine.learning.learned_number = base
     engine.dead.num_added += len(request.skip)
     for taken in intake.take_out({*request.skip}):
-        intake.settle(taken, dead_error(taken.number, f"Left out by the rollback to {request.to}"))
-    engine.backlog_end = intake.queue[0].number - 1 if intake.queue else intake.last_number
+        intake.settle(taken, dead_error(taken.number, why))
+    if engine.reads:
+        for number in request.skip:
+            engine.models.settle(engine, number, why)
+    last = engine.owner.intake.last_number
+    engine.backlog_end = intake.queue[0].number - 1 if intake.queue else last
     engine.learning.failures.kept()
     engine.learning.failure = ""
     engine.learning.last_version += 1  # for the first look at what was restored

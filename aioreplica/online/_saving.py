@@ -8,12 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial as bound
 from typing import Any, final
 
-from ..checkpoint import CheckpointManager, DescribedState, remove_step
+from ..checkpoint import (
+    CheckpointManager,
+    DescribedState,
+    MisfitError,
+    remove_step,
+)
 from ..devices import OwnedTask, run_on_host
 from ..errors import CheckpointError, JournalError
+from ._generations import require_match, require_own, step_before, void_steps
 from ._journal import OpenJournal
-from ._journal_format import JournalFacts, Rollback
-from ._rollback import step_before, void_steps
+from ._journal_format import MAIN, JournalFacts, Rollback
+from ._settings import Settings
 
 
 @final
@@ -22,7 +28,7 @@ class _Progress:
 
     def __init__(self) -> None:
         self.facts: dict[str, Any] = {"journal": "", "learned": 0, "version": 0}
-        self.facts |= {"generation": 0, "served": {}, "judged": {}}
+        self.facts |= {"generation": 0, "served": {}, "judged": {}, "model": MAIN}
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.facts)
@@ -36,10 +42,8 @@ class Saving:
     """Saves and restores the variables of a learner together with how far it has learned.
 
     Args:
-        manager: Saves; None for never.
-        variables: What steps change.
+        settings: Says what is saved, where and how often.
         journal: What is compacted behind a checkpoint.
-        every_s: How long after a checkpoint the next one is due.
         changed: Called when a checkpoint is durable, or has failed.
 
     Attributes:
@@ -55,10 +59,8 @@ class Saving:
 
     def __init__(
         self,
-        manager: CheckpointManager | None,
-        variables: object,
+        settings: Settings,
         journal: OpenJournal | None,
-        every_s: float,
         changed: Callable[[], None],
     ) -> None:
         self.saved_number: int | None = None
@@ -67,13 +69,13 @@ class Saving:
         self.rollbacks: tuple[Rollback, ...] = ()
         self.rollback_from: int | None = None
         self.has_gone_back = False
-        self._manager = manager
+        self._manager = settings.checkpoints
         self._journal = journal
-        self._every_s = every_s
+        self._every_s = settings.checkpoint_every_s
         self._changed = changed
         progress = _Progress()
         self._progress = progress.facts
-        self._state = DescribedState({"variables": variables, "online": progress})
+        self._state = DescribedState({"variables": settings.variables, "online": progress})
         self._waiters: list[asyncio.Future[int]] = []
         self._task: OwnedTask[None] | None = None
         self._failure: CheckpointError | None = None
@@ -106,18 +108,73 @@ class Saving:
         """
         journal = self._journal
         if journal is not None:
-            self.rollbacks = journal.facts.rollbacks
+            self.rollbacks = await journal.rollbacks()
+            await self._require_own()
             await self._require_way_back(journal.facts)
             await self._remove_void()
         steps = () if self._manager is None else await run_on_host(self._manager.steps)
         if self._manager is not None and steps:
             self.saved_number = await self._manager.restore(self._state)
         if journal is not None:
-            await self._match(journal)
-            self._progress["journal"] = journal.facts.id
+            if self._progress["journal"] == "" and self.learned and not journal.facts.last_number:
+                await journal.compact([self.learned])  # learned without one until now
+            else:
+                facts = journal.facts
+                require_match(self._progress, self.generation, journal.path, facts)
+            self._progress.update(journal=journal.facts.id, model=journal.model)
         self.has_gone_back = self._progress["generation"] < self.generation
         self._progress["generation"] = self.generation
         self._note_steps(steps)
+        self._postpone()
+
+    async def _require_own(self) -> None:
+        journal = self._journal
+        if self._manager is not None and journal is not None:
+            about = journal.path, journal.facts.id, journal.model
+            await run_on_host(require_own, self._manager, *about)
+
+    async def has_checkpoint(self) -> bool:
+        """Tell whether there is one that counts; others are removed.
+
+        Raises:
+            CheckpointError: If that cannot be read.
+            JournalError: If they belong to another model or journal.
+        """
+        assert self._manager is not None  # each of several models has one
+        assert self._journal is not None
+        await self._require_own()
+        self.rollbacks = await self._journal.rollbacks()
+        await self._remove_void()
+        return bool(await run_on_host(self._manager.steps))
+
+    async def join(self, other: CheckpointManager | None) -> tuple[int, str]:
+        """Take what another model has saved last into the variables.
+
+        Returns:
+            The number that it has learned, and ""; or, if there is nothing that fits, the one that
+            the journal begins behind, and why.
+
+        Raises:
+            CheckpointError: If it cannot be read.
+        """
+        assert self._journal is not None  # of both
+        await self._require_own()
+        first = self._journal.first_number - 1
+        reader = None if other is None else CheckpointManager(other._storage)
+        if reader is None or not await run_on_host(reader.steps):
+            return first, "the champion has no checkpoint yet."
+        try:
+            return await reader.restore(self._state), ""
+        except MisfitError as error:
+            return first, str(error)
+
+    async def has_joined(self, learned: int) -> None:
+        """Go on from what was joined: no checkpoint from before counts any more."""
+        assert self._journal is not None
+        self.rollbacks = await self._journal.rollbacks()
+        await self._remove_void()
+        self._progress.update(journal=self._journal.facts.id, model=self._journal.model)
+        self._progress.update(learned=learned, generation=self.generation, served={}, judged={})
         self._postpone()
 
     @property
@@ -163,38 +220,6 @@ class Saving:
                     f"{error}. Remove it: aioreplica ckpt rm FOLDER {step}"
                 ) from error
         self._has_void = False
-
-    async def _match(self, journal: OpenJournal) -> None:
-        facts, path = journal.facts, journal.path
-        own, learned = self._progress["journal"], self.learned
-        if own == "" and learned and facts.last_number == 0:  # learned without one until now
-            await journal.compact([learned])
-            return
-        if own not in {"", facts.id}:
-            raise JournalError(
-                f"The checkpoint belongs to another journal (of id {own}) than {path} (of id "
-                f"{facts.id}). Give the learner the journal of its checkpoints, or an empty "
-                "folder for checkpoints."
-            )
-        if learned > facts.last_number:
-            raise JournalError(
-                f"The checkpoint has learned examples up to {learned}, but the journal {path} "
-                f"ends at {facts.last_number}: it is an older copy. Restore the newest copy, or "
-                "restore an older checkpoint folder with it."
-            )
-        if learned + 1 < facts.first_number:
-            raise JournalError(
-                f"The journal {path} begins at example {facts.first_number}, but what is "
-                f"restored has learned examples up to {learned} only: checkpoints are missing, or "
-                "the journal had to forget (max_bytes). Restore the folder of checkpoints from a "
-                "copy."
-            )
-        if self._progress["generation"] > self.generation:
-            raise JournalError(
-                f"The checkpoint is of generation {self._progress['generation']}, but the journal "
-                f"{path} was rolled back {self.generation} times only: it is an older copy. "
-                "Restore the newest copy, or restore an older checkpoint folder with it."
-            )
 
     # ---- going back ----------------------------------------------------------------------
 

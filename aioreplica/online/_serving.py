@@ -269,15 +269,23 @@ class Serving:
 
         A gate that raises holds it back.
         """
-        self.newest = newest = self.look(version)
+        self.newest = self.look(version)
         if self._publish_if is not None:
-            candidate = Candidate(self.served, newest, scalars, num_examples)
+            candidate = Candidate(self.served, self.newest, scalars, num_examples)
             try:
                 self.held = await refusal_of(self._publish_if, candidate)
             except Exception as error:  # noqa: BLE001 - it is the user's, and learning goes on
                 self.held = f"publish_if has failed: {described(error)}"
         if not self.held and not self.is_pinned:
-            self.served = newest
+            self.served = self.newest  # it may have got another number meanwhile
+
+    def renumber(self, version: int) -> int:
+        """Serve what is served under another version; return that of the newest one."""
+        is_newest = self.served is self.newest
+        self.served = Snapshot(version, dict(self.served.components), self._model)
+        after = Snapshot(version + 1, dict(self.newest.components), self._model)
+        self.newest = self.served if is_newest else after
+        return self.newest.version
 
     def begin_again(self, version: int) -> None:
         """Serve the variables as they are now, which were put back; a pin stays."""

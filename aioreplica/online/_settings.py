@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from .._functions import refuse_context_passed, require_no_yield
 from ..checkpoint import CheckpointManager
@@ -14,10 +15,15 @@ from ..optimizers import Optimizer
 from ..replica import ReplicaContext
 from ..strategies import Strategy
 from ..tree import leaves
+from ..values import Variable
 from ._journal import Journal, checked_count
+from ._journal_format import MAIN
 from ._prequential import Prequential
-from ._serving import GateFunction
+from ._serving import GateFunction, StepLimits
 from ._sources import Source
+
+NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,48}[A-Za-z0-9])?")
+"""Names of challengers, which are labels of metrics and parts of requests."""
 
 StepFunction = Callable[[ReplicaContext, Any], Awaitable[Any] | Any]
 Validation = Callable[[Any], Any]
@@ -46,10 +52,26 @@ class Settings:
     prequential: Prequential | None
     validate: Validation | None
     sources: Mapping[str, Source]
+    challengers: Mapping[str, Challenger]
+    max_lag: int
+
+
+class Challenger(Protocol):
+    """A learner that another one opens."""
+
+    @property
+    def _settings(self) -> Settings: ...
+
+    async def _open_as(self, model: str, owner: Any) -> Any: ...  # Any: engines, which import this
 
 
 def check(
-    strategy: Any, checkpoints: object, validate: object, step_check: object, publish_if: object
+    strategy: Any,
+    checkpoints: object,
+    validate: object,
+    step_check: object,
+    publish_if: object,
+    prequential: object,
 ) -> None:
     """Check the arguments that are objects."""
     if not isinstance(strategy, Strategy):
@@ -62,6 +84,8 @@ def check(
         )
     if checkpoints is not None and not isinstance(checkpoints, CheckpointManager):
         raise TypeError(f"checkpoints must be an ar.CheckpointManager, got {checkpoints!r}.")
+    if prequential is not None and not isinstance(prequential, Prequential):
+        raise TypeError(f"prequential must be an ar.online.Prequential, got {prequential!r}.")
     called = {"validate": validate, "step_check": step_check, "publish_if": publish_if}
     for name, function in called.items():
         if function is not None and not callable(function):
@@ -109,4 +133,59 @@ def optimizers_of(variables: object) -> list[Optimizer]:
             "There is no optimizer in `variables`, so no learning rate. Put it there: it belongs "
             "to what a step changes."
         )
+    return found
+
+
+def check_challengers(settings: Settings) -> None:
+    """Check that a learner's challengers have nothing in common with it or with each other.
+
+    Raises:
+        TypeError: If one is no learner.
+        ValueError: If one has what it must not have, or lacks what it needs.
+    """
+    if not settings.challengers:
+        return
+    if settings.journal is None or settings.checkpoints is None:
+        raise ValueError("challengers need a journal and checkpoints. Pass both.")
+    seen = _holdings(settings)
+    for name, learner in settings.challengers.items():
+        if not (isinstance(name, str) and NAME.fullmatch(name)) or name == MAIN:
+            raise ValueError(
+                "Names of challengers are 1 to 50 letters, digits, and ._- between them, and "
+                f"{MAIN!r} is that of the first model; got {name!r}."
+            )
+        own: Settings | None = getattr(learner, "_settings", None)
+        if not isinstance(own, Settings):
+            raise TypeError(f"Challenger {name!r} must be an OnlineLearner, got {learner!r}.")
+        extra = {"journal": own.journal, "sources": own.sources, "publish_to": own.publish_to}
+        given = [what for what, value in {**extra, "challengers": own.challengers}.items() if value]
+        if given:
+            raise ValueError(
+                f"Challenger {name!r} has {' and '.join(given)}, which the learner has that it "
+                "challenges."
+            )
+        if own.checkpoints is None:
+            raise ValueError(f"Challenger {name!r} needs checkpoints in a folder of its own.")
+        for key, what in _holdings(own).items():
+            if key in seen:
+                raise ValueError(
+                    f"Challenger {name!r} has a {what} in common with another model. Give each "
+                    "model a strategy, variables, checkpoints and figures of its own."
+                )
+            seen[key] = what
+
+
+def _holdings(settings: Settings) -> dict[object, str]:
+    """Return what no other model may have, and what it is."""
+    found: dict[object, str] = {id(settings.strategy): "strategy"}
+    if settings.checkpoints is not None:
+        found[os.path.realpath(str(settings.checkpoints._storage))] = "folder of checkpoints"
+    if settings.prequential is not None:
+        found[id(settings.prequential)] = "Prequential"
+    for gate in filter(None, (settings.step_check, settings.publish_if)):
+        if isinstance(gate, StepLimits):
+            found[id(gate)] = "StepLimits"
+    for leaf in leaves(settings.variables):
+        if isinstance(leaf, (Variable, Optimizer)):
+            found[id(leaf)] = "variable or optimizer"
     return found

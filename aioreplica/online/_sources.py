@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 from ._example import as_example
 from ._failures import Backoff, described
@@ -19,6 +19,9 @@ from ._intake import ExampleGroup, Intake, is_unicode
 from ._journal import OpenJournal
 from ._journal_format import Entry, Progress
 from ._ticket import Ticket
+
+if TYPE_CHECKING:
+    from ._settings import Settings
 
 FIRST_WAIT_S = 0.1
 MOST_WAIT_S = 30.0
@@ -189,3 +192,16 @@ def checked_sources(sources: object, has_journal: bool) -> dict[str, Source]:
     if sources and not has_journal:
         raise ValueError("sources need a journal, which keeps their offsets. Pass journal=path.")
     return dict(sources)
+
+
+def followers(
+    settings: Settings, intake: Intake, journal: OpenJournal | None
+) -> tuple[Follower, ...]:
+    """Return what reads the sources of a learner."""
+    if journal is None:  # then there are no sources
+        return ()
+    size = min(settings.max_batch, settings.queue_size)
+    return tuple(
+        Follower(name, source, settings.validate, size, intake, journal)
+        for name, source in settings.sources.items()
+    )

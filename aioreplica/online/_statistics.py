@@ -59,6 +59,13 @@ class LearnerStatistics:
         num_drifts: How many drifts were found, ever.
         drift_number: The example at which the last one was found; 0 if none was.
         figures_error: Why the last batch has no figures; "" if it has.
+        model: Which one it is.
+        champion: Which one is served.
+        lag: How many examples were taken that it has not learned, and reads from the journal.
+        began: How it began, if it was late: from the champion's checkpoint, or not, and why.
+        detached: Why it learns nothing any more; "" if it does.
+        challengers: Statistics of the other models, by name.
+        not_open: Why others are not open, by name.
     """
 
     state: str
@@ -101,37 +108,22 @@ class LearnerStatistics:
     num_drifts: int
     drift_number: int
     figures_error: str
-
-
-def failure_of(engine: Engine) -> str:
-    """Return why an engine does not learn any more; "" if it does."""
-    limit, running_s = engine.settings.step_timeout_s, engine.learning.under_way.running_s
-    if engine.learning.failure or limit is None or running_s <= limit:
-        return engine.learning.failure
-    return f"A step has been running for {running_s:.1f} s, longer than {limit:g} s."
-
-
-def state_of(engine: Engine | None) -> str:
-    """See `OnlineLearner.state`."""
-    if engine is None:
-        return "new"
-    if engine.is_closing:
-        return "closed" if engine.is_closed else "closing"
-    if failure_of(engine):
-        return "failed"
-    if engine.is_paused:
-        return "paused"
-    if engine.learning.retry_error:
-        return "retrying"
-    return "recovering" if engine.has_backlog else "running"
+    model: str
+    champion: str
+    lag: int
+    began: str
+    detached: str
+    challengers: Mapping[str, LearnerStatistics]
+    not_open: Mapping[str, str]
 
 
 def statistics_of(engine: Engine) -> LearnerStatistics:
     """See `OnlineLearner.statistics`."""
     intake, saving, judge = engine.intake, engine.saving, engine.prequential
+    models = engine.models
     return LearnerStatistics(
-        state=state_of(engine),
-        version=engine.serving.served.version,
+        state=engine.state,
+        version=engine.served.serving.served.version,
         num_taken=intake.num_taken,
         num_duplicates=intake.num_duplicates,
         num_refused=intake.num_refused,
@@ -146,7 +138,7 @@ def statistics_of(engine: Engine) -> LearnerStatistics:
         queue_depth=intake.depth,
         queue_size=engine.settings.queue_size,
         backlog=max(0, engine.backlog_end - engine.learning.learned_number),
-        last_number=intake.last_number,
+        last_number=engine.owner.intake.last_number,
         learned_number=engine.learning.learned_number,
         step_s=engine.learning.step_s,
         num_commits=intake.num_commits,
@@ -156,7 +148,7 @@ def statistics_of(engine: Engine) -> LearnerStatistics:
         num_checkpoints=saving.num_saved,
         checkpoint_error=saving.error,
         publish_error=engine.publishing.error,
-        failure=failure_of(engine),
+        failure=engine.why_failed,
         step_running_s=engine.learning.under_way.running_s,
         num_retries=engine.learning.num_retries,
         retry_error=engine.learning.retry_error,
@@ -170,4 +162,15 @@ def statistics_of(engine: Engine) -> LearnerStatistics:
         num_drifts=0 if judge is None else judge.num_drifts,
         drift_number=0 if judge is None else judge.drift_number,
         figures_error="" if judge is None else judge.failure,
+        model=engine.model,
+        champion=models.champion_name,
+        lag=max(0, engine.read_end - engine.learning.learned_number),
+        began=engine.began,
+        detached=engine.detached,
+        challengers={
+            name: statistics_of(each)
+            for name, each in models.engines.items()
+            if engine.is_owner and each is not engine
+        },
+        not_open=dict(models.problems) if engine.is_owner else {},
     )

@@ -71,6 +71,11 @@ class Snapshot(Leaf, Mapping[Variable, Array]):
         """All components of each variable."""
         return self._components
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Keys of the state; none if it is not of an online learner."""
+        return tuple(self._keys)
+
     def __iter__(self) -> Iterator[Variable]:
         return iter(self._components)
 

@@ -10,6 +10,11 @@ that was just taken: that one must be a dead letter once the rollback has return
 
 With `--joins` two thirds of the examples come in other ways: as labels, each sent twice at once, of
 inputs that wait in the journal; and as lines of files, which the learner reads itself.
+
+With `--promotions` a second model learns from the journal, in batches of its own, and each process
+promotes the one and the other again and again. Both must have learned each example once, the one
+that is served must be the last whose promotion has returned, or the one after that, and versions
+must only grow.
 """
 
 import argparse
@@ -23,7 +28,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,59 +43,116 @@ POISONED_EVERY = 97
 LIMIT_S = 120
 
 
-async def live(
-    folder: Path, size: int, first: int | None, *, rolls_back: bool, joins: bool
-) -> None:
+@dataclass
+class Wanted:
+    """Options of a process."""
+
+    rolls_back: bool = False
+    joins: bool = False
+    promotes: bool = False
+
+
+class Model:
+    """A strategy with variables that count, and a step."""
+
+    def __init__(self, device: str, size: int, poisoned: int) -> None:
+        self.strategy = ar.MirroredStrategy([device])
+        self._size, self._poisoned = size, poisoned
+        with self.strategy.scope():
+            self.counts = ar.Variable(np.zeros(size, np.int32), aggregation="sum")
+            self.weight = ar.Variable(np.zeros(3))
+            self.adam = ar.optimizers.Adam(0.01)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"counts": self.counts, "weight": self.weight, "adam": self.adam}
+
+    async def step(self, _ctx: ar.ReplicaContext, batch: Any) -> None:
+        hits = np.bincount(batch["id"], minlength=self._size).astype(np.int32)
+        await self.counts.assign_add(hits)
+        if (batch["id"] % self._poisoned == 0).any():
+            raise ValueError("poisoned")
+        await self.adam.apply_gradients([(batch["x"].sum(0), self.weight)])
+
+    def learner(self, manager: ar.CheckpointManager, **options: Any) -> ar.online.OnlineLearner:
+        given = {"max_batch": 8, "max_delay_s": 0.001, "queue_size": 64, "checkpoint_every_s": 0.03}
+        return ar.online.OnlineLearner(
+            self.strategy, self.step, self.state, checkpoints=manager, **(given | options)
+        )
+
+
+async def live(folder: Path, size: int, first: int | None, wanted: Wanted) -> None:
     """Learn; from an example on submit more until killed, or only finish what is there."""
-    async with (
-        ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy,
-        ar.CheckpointManager(folder / "checkpoints", max_to_keep=2) as manager,
-    ):
-        with strategy.scope():
-            counts = ar.Variable(np.zeros(size, np.int32), aggregation="sum")
-            weight = ar.Variable(np.zeros(3))
-            adam = ar.optimizers.Adam(0.01)
-
-        async def step(ctx: ar.ReplicaContext, batch: Any) -> None:
-            await counts.assign_add(np.bincount(batch["id"], minlength=size).astype(np.int32))
-            if (batch["id"] % POISONED_EVERY == 0).any():
-                raise ValueError("poisoned")
-            await adam.apply_gradients([(batch["x"].sum(0), weight)])
-
-        async with ar.online.OnlineLearner(
-            strategy, step, {"counts": counts, "weight": weight, "adam": adam},
-            max_batch=8, max_delay_s=0.001, queue_size=64, checkpoints=manager,
+    names = ["main", "second"][: 1 + wanted.promotes]
+    models = [Model(f"cpu:{at}", size, POISONED_EVERY + 2 * at) for at in range(len(names))]
+    async with AsyncExitStack() as ends:
+        managers = []
+        for name, model in zip(names, models, strict=True):
+            await ends.enter_async_context(model.strategy)
+            path = folder / f"checkpoints-{name}"
+            manager = ar.CheckpointManager(path, max_to_keep=2)
+            managers.append(await ends.enter_async_context(manager))
+        others = {
+            name: model.learner(manager, max_batch=5)
+            for name, model, manager in list(zip(names, models, managers, strict=True))[1:]
+        }
+        learner = models[0].learner(
+            managers[0],
             journal=ar.online.Journal(folder / "journal.db", label_ttl_s=3600.0),
-            checkpoint_every_s=0.03, validate=lambda given: given.get("input", given),
+            validate=lambda given: given.get("input", given),
             sources={"lines": ar.online.FolderSource(folder / "lines", parse=parsed, poll_s=0.003)},
-        ) as learner:  # fmt: skip
-            print("open", flush=True)
+            challengers=others,
+        )
+        async with learner:
+            print(f"open {learner.champion} {learner.version}", flush=True)
             if first is not None:
-                ids = iter(range(first, first + PER_RUN))
-                ways: list[Way] = [submit, label, Lines(folder, first)] if joins else [submit]
-                taken: list[tuple[int, int]] = []
-
-                async def client() -> None:
-                    for i in ids:
-                        way = ways[i % len(ways)]
-                        ticket = await way(learner, i)
-                        os.write(1, f"{i}\n".encode())
-                        if ticket is None:
-                            continue
-                        taken.append((ticket.number or 0, i))
-
-                if rolls_back:
-                    operator = asyncio.create_task(roll_back(learner, taken, random.Random(first)))
-                await asyncio.gather(*(client() for _ in range(NUM_CLIENTS)))
-                if rolls_back:
-                    await operator
-                await asyncio.Event().wait()
+                await submit_more(folder, learner, first, wanted)
             while not is_read(folder, learner):
                 await asyncio.sleep(0.003)
-        for i in np.flatnonzero(counts.value):
-            print(f"{i} {counts.value[i]}")
-        dead = await dead_ids(folder)
-        print(f"dead {' '.join(map(str, dead))}", flush=True)
+        for name, model in zip(names, models, strict=True):
+            values = model.counts.value
+            learned = " ".join(f"{i}:{values[i]}" for i in np.flatnonzero(values))
+            dead = " ".join(map(str, await dead_ids(folder, name)))
+            print(f"model {learned}|{dead}", flush=True)
+
+
+async def submit_more(
+    folder: Path, learner: ar.online.OnlineLearner, first: int, wanted: Wanted
+) -> None:
+    """Submit examples, and do what is wanted meanwhile, until the process is killed."""
+    ids = iter(range(first, first + PER_RUN))
+    ways: list[Way] = [submit, label, Lines(folder, first)] if wanted.joins else [submit]
+    taken: list[tuple[int, int]] = []
+
+    async def client() -> None:
+        for i in ids:
+            way = ways[i % len(ways)]
+            ticket = await way(learner, i)
+            os.write(1, f"{i}\n".encode())
+            if ticket is None:
+                continue
+            taken.append((ticket.number or 0, i))
+
+    operators = []
+    if wanted.rolls_back:
+        operators.append(roll_back(learner, taken, random.Random(first)))
+    if wanted.promotes:
+        operators.append(promote(learner, random.Random(first)))
+    operating = [asyncio.create_task(each) for each in operators]
+    await asyncio.gather(*(client() for _ in range(NUM_CLIENTS)))
+    await asyncio.gather(*operating)
+    await asyncio.Event().wait()
+
+
+async def promote(learner: ar.online.OnlineLearner, rng: random.Random) -> None:
+    """Promote the model that is not served, again and again; write what is to be served."""
+    while True:
+        await asyncio.sleep(rng.random() * 0.02)
+        name = "main" if learner.champion == "second" else "second"
+        os.write(1, f"promotes {name} {learner.version}\n".encode())
+        with suppress(ValueError):  # it may not have caught up
+            version = await learner.promote(name)
+            os.write(1, f"promoted {name} {version}\n".encode())
 
 
 def example(i: int) -> dict[str, Any]:
@@ -146,19 +208,21 @@ async def roll_back(
         to = min(number - 1, now.learned_number)
         if now.rollback_from is None or to < now.rollback_from:
             continue
+        if now.state == "recovering" and learner.champion != "main":
+            continue  # it would never catch up, as examples go on coming
         os.write(1, f"leaves out {i}\n".encode())
         with suppress(ValueError):  # the checkpoint may just have gone
             await learner.rollback(to, skip=[number])
             os.write(1, f"left out {i}\n".encode())
 
 
-async def dead_ids(folder: Path) -> list[int]:
+async def dead_ids(folder: Path, model: str) -> list[int]:
     from aioreplica.online import Journal
 
     file = Journal(folder / "journal.db").file()
     file.open()
     try:
-        return [letter.example["id"] for letter in file.dead_letters(0, 10**6)]
+        return [letter.example["id"] for letter in file.dead_letters(0, 10**6, None, model)]
     finally:
         file.close()
 
@@ -172,38 +236,69 @@ class Kills:
     lost: list[int]
     twice: list[int]
     num_left_out: int = 0
+    num_promoted: int = 0
 
     @property
     def is_good(self) -> bool:
         return not self.lost and not self.twice and self.acknowledged > 0
 
 
-def kill(num_kills: int, seed: int = 0, *, rolls_back: bool = False, joins: bool = False) -> Kills:
+def kill(num_kills: int, seed: int = 0, wanted: Wanted | None = None) -> Kills:
     """Kill processes; return what was learned at the end."""
+    wanted = Wanted() if wanted is None else wanted
     rng, lines = random.Random(seed), list[str]()
-    options = ["--rollbacks"] * rolls_back + ["--joins"] * joins
+    options = ["--rollbacks"] * wanted.rolls_back + ["--joins"] * wanted.joins
+    options += ["--promotions"] * wanted.promotes
+    begins = [""]
+    if wanted.rolls_back:  # while a rollback is under way, or after one that has returned, in turn
+        begins = ["leaves out", "left out"]
+    if wanted.promotes:
+        begins += ["promotes", "promoted"]
     size = (num_kills + 1) * PER_RUN
     with tempfile.TemporaryDirectory() as folder:
         for run in range(num_kills):
             program = _program(folder, size, str(run * PER_RUN), *options)
-            # While a rollback is under way, or after one that has returned, in turn.
-            begin = ("leaves out", "left out")[run % 2] if rolls_back else ""
-            lines += _until_killed(program, rng, begin)
+            lines += _until_killed(program, rng, begins[run % len(begins)])
+        last = ["--promotions"] * wanted.promotes
         done = subprocess.run(
-            _program(folder, size), capture_output=True, text=True, timeout=LIMIT_S, check=True
-        )
+            _program(folder, size, *last), capture_output=True, text=True, timeout=LIMIT_S,
+            check=True,
+        )  # fmt: skip
     acknowledged = {int(line) for line in lines if line.isdigit()}
     may_be_left = {int(line.rpartition(" ")[2]) for line in lines if line.startswith("leaves")}
     left_out = {int(line.rpartition(" ")[2]) for line in lines if line.startswith("left")}
-    lines = done.stdout.split("\n")[1:]
-    learned = Counter({int(i): int(n) for i, n in (x.split() for x in lines[:-2])})
-    dead = Counter(map(int, lines[-2].split()[1:]))
-    assert all(i % POISONED_EVERY == 0 or i in may_be_left for i in dead)
-    assert left_out <= {*dead}
-    fate = learned + dead
-    lost = sorted(i for i in acknowledged if fate[i] == 0)
-    twice = sorted(i for i, n in fate.items() if n > 1)
-    return Kills(num_kills, len(acknowledged), lost, twice, len(left_out))
+    ends = [line for line in done.stdout.split("\n") if line.startswith("model ")]
+    lost, twice = list[int](), list[int]()
+    for at, line in enumerate(ends):
+        counted, _, letters = line.removeprefix("model ").partition("|")
+        learned = Counter({int(i): int(n) for i, n in (x.split(":") for x in counted.split())})
+        dead = Counter(map(int, letters.split()))
+        allowed = may_be_left if at == 0 else set[int]()
+        assert all(i % (POISONED_EVERY + 2 * at) == 0 or i in allowed for i in dead)
+        assert at or left_out <= {*dead}
+        fate = learned + dead
+        lost += sorted(i for i in acknowledged if fate[i] == 0)
+        twice += sorted(i for i, n in fate.items() if n > 1)
+    promoted = _require_promotions([*lines, done.stdout.split("\n")[0]])
+    return Kills(num_kills, len(acknowledged), lost, twice, len(left_out), promoted)
+
+
+def _require_promotions(lines: list[str]) -> int:
+    """Check that what was promoted is served after each restart; return how often it was."""
+    served, asked, newest, least, count = "main", "", 0, 0, 0
+    for what, name, number in (line.split() for line in lines if line.count(" ") == 2):
+        version = int(number) if what in {"open", "promotes", "promoted"} else 0
+        if what == "open":
+            assert name in {served, asked} - {""}, (name, served, asked)
+            assert version > newest or (name == served and version >= least), (name, version)
+            served, asked = name, ""
+        elif what == "promotes":
+            asked = name
+        elif what == "promoted":
+            assert version > newest, (name, version, newest)
+            served, asked, least, count = name, "", version, count + 1
+        newest = max(newest, version)
+    return count
 
 
 def _program(folder: str, size: int, *options: str) -> list[str]:
@@ -214,7 +309,7 @@ def _until_killed(program: list[str], rng: random.Random, begin: str) -> list[st
     """Run a program and kill it some time after a line that begins so; return its lines."""
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        head = [process.stdout.readline()]
+        head = ["", process.stdout.readline()]
         if rng.random() < 0.7:  # else while it recovers, mostly
             head.append(process.stdout.readline())
             while head[-1] and not head[-1].startswith(begin):
@@ -234,17 +329,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--rollbacks", action="store_true")
+    parser.add_argument("--promotions", action="store_true")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--joins", action="store_true")
     chosen = parser.parse_args()
+    wanted = Wanted(chosen.rollbacks, chosen.joins, chosen.promotions)
     if chosen.child:
         ar.set_logical_devices("cpu", 2)
         folder, size, *first = chosen.child
-        number = int(first[0]) if first else None
-        live_so = {"rolls_back": chosen.rollbacks, "joins": chosen.joins}
-        asyncio.run(live(Path(folder), int(size), number, **live_so))
+        asyncio.run(live(Path(folder), int(size), int(first[0]) if first else None, wanted))
         return
-    kills = kill(chosen.kills, rolls_back=chosen.rollbacks, joins=chosen.joins)
+    kills = kill(chosen.kills, wanted=wanted)
     print(kills)
     if not kills.is_good:
         raise SystemExit(1)

@@ -78,7 +78,7 @@ async def test_a_dead_letter_that_was_not_written_is_written_when_it_is_opened_a
         with monkeypatch.context() as patch:
             patch.setattr(
                 "aioreplica.online._journal_file.JournalFile.set_aside",
-                lambda _self, _letters: (_ for _ in ()).throw(JournalError("full")),
+                lambda *_: (_ for _ in ()).throw(JournalError("full")),
             )
             ticket = await learner.submit(example(0, RAISES))
             with pytest.raises(ar.errors.PoisonedExampleError):
@@ -286,7 +286,7 @@ def test_a_full_disk_at_the_start_stops_learning_and_nothing_else(
             await program.learner.submit(example(1))
             shutil.copytree(folder, folder / "crashed")
         failing = Failing()
-        failing.fails_at = lambda statement: "INSERT" in statement
+        failing.fails_at = lambda statement: statement.startswith(("INSERT", "UPDATE"))
         journal = Journal(folder / "crashed" / "journal.db", connect=failing.connect)
         published = folder / "published"
         with monkeypatch.context() as patch:

@@ -14,7 +14,7 @@ from aioreplica import testing as art
 from aioreplica.checkpoint import LocalStorage, remove_step
 from aioreplica.errors import CheckpointError, ContextError, JournalError, PoisonedExampleError
 from aioreplica.online import Journal, roll_back_closed
-from aioreplica.online import _rollback as rollback
+from aioreplica.online import _generations as generations
 from aioreplica.online._journal_format import Rollback
 from tests.checkpoint.simulated_files import SimulatedFiles, SimulatedStorage
 
@@ -267,7 +267,7 @@ async def test_without_a_way_back_nothing_is_removed(folder: Path) -> None:
     file = Journal(folder / "journal.db").file()
     file.open()
     file.compact([1], 0.0)
-    file.roll_back(1, [], 0.0)
+    file.roll_back(1, 1, [], 0.0)
     file.close()
     remove_step(LocalStorage(folder / "checkpoints"), 1)
     with pytest.raises(JournalError, match=r"rolled back to 1\. There is no checkpoint"):
@@ -364,7 +364,7 @@ def test_void_checkpoints_of_several_rollbacks() -> None:
     rollbacks = (Rollback(1, 50), Rollback(2, 70), Rollback(3, 60))
     void = {
         generation: [step for step in (40, 50, 60, 65, 70, 80)
-                     if rollback.is_void(step, generation, rollbacks)]
+                     if generations.is_void(step, generation, rollbacks)]
         for generation in range(4)
     }  # fmt: skip
     assert void == {0: [60, 65, 70, 80], 1: [65, 70, 80], 2: [65, 70, 80], 3: []}

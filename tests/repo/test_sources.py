@@ -20,7 +20,7 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_CLASS_LINES = 350
 # Nearly all of these documents what they forward; mixins hid the length.
-FACADES = {"CheckpointManager": 480, "Extended": 410, "OnlineLearner": 520, "Strategy": 500}
+FACADES = {"CheckpointManager": 480, "Extended": 410, "OnlineLearner": 545, "Strategy": 500}
 FRONT_DOOR = (
     'pip install -e ".[examples]" && python examples/train_digits.py',
     'pip install -e ".[test]" && pytest',

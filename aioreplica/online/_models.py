@@ -1,0 +1,360 @@
+"""Models on one journal: the champion, which is served, and its challengers, which learn the same.
+
+Each model reads the examples from the journal by itself, in batches of its own, and has its own
+checkpoints, dead letters and rollbacks. The learner that has the journal opens the others, and
+closes them; what goes wrong in one of them is told and changes nothing for the rest. A challenger
+that is known and attached goes on from its checkpoints. Any other one is late: it begins with the
+champion's newest checkpoint, or, if its state is another one, with its own values and the oldest
+example that the journal has.
+
+Invariants:
+    * `champion_name` is what the journal says, but for the moment between the transaction of a
+      promotion and what follows from it in memory.
+    * Only the champion tells tickets, and frees places of the queue.
+    * A version that the champion serves is larger than all that earlier champions have served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, final
+
+from ..devices import OwnedTask
+from ..errors import CheckpointError, ContextError, JournalError, StallError
+from ._failures import described
+from ._intake import dead_error
+from ._journal_format import MAIN
+from ._journal_models import Consumer
+from ._settings import Challenger
+
+if TYPE_CHECKING:
+    from ..checkpoint import CheckpointManager
+    from ._engine import Engine
+
+LOGGER = logging.getLogger("aioreplica.online")
+CLOSE_S = 10.0
+"""Seconds that closing a challenger may take, if neither it nor the learner says."""
+UNDO_S = 1.0
+"""Seconds that a challenger may take to end once it is cancelled."""
+ROOM = 100
+"""Versions that the champion may publish while another one is promoted."""
+MAX_TRIES = 20
+"""Times that a checkpoint is read whose examples the journal has forgotten meanwhile."""
+
+
+@final
+class Models:
+    """The models that learn from the journal of a learner.
+
+    Args:
+        owner: The engine that has the journal.
+        learners: The others, by name.
+        max_lag: How many examples a model may be behind before it is detached.
+
+    Attributes:
+        engines: Those that are open, by name; the owner is the first.
+        champion_name: The one that is served.
+        problems: Why others are not open, by name.
+    """
+
+    def __init__(self, owner: Engine, learners: Mapping[str, Challenger], max_lag: int) -> None:
+        self.engines: dict[str, Engine] = {MAIN: owner}
+        self.champion_name = MAIN
+        self.problems: dict[str, str] = {}
+        self._owner = owner
+        self._learners = learners
+        self._max_lag = max_lag
+        self._absent: dict[str, int] = {}  # how far models have learned that are not open
+        self._turn = asyncio.Lock()  # of promotions
+        self._promoting: OwnedTask[int] | None = None
+
+    @property
+    def has_others(self) -> bool:
+        """True if models read the journal by themselves, since there are several."""
+        return bool(self._learners)
+
+    @property
+    def champion(self) -> Engine:
+        """The engine whose model is served."""
+        return self._owner.champion
+
+    # ---- opening -------------------------------------------------------------------------
+
+    def look_at(self, champion: str) -> None:
+        """Take over which model the journal says is served.
+
+        Raises:
+            JournalError: If it is not one of these.
+        """
+        if champion not in {MAIN, *self._learners}:
+            raise JournalError(
+                f"The model {champion!r} is the champion of the journal, and there are "
+                f"{', '.join(map(repr, [MAIN, *self._learners]))} here. Pass it as one of the "
+                f"challengers, or promote another one: aioreplica online promote JOURNAL {MAIN}"
+            )
+        self.champion_name = champion
+
+    async def begin(self, engine: Engine) -> str:
+        """Restore what an engine begins with; return how it was late, "" if it was not.
+
+        Raises:
+            CheckpointError: If a checkpoint cannot be restored.
+            JournalError: If the journal is not the one that belongs to it.
+        """
+        journal = engine.journal
+        if journal is None:
+            await engine.saving.restore()
+            return ""
+        known = (await journal.consumers()).get(engine.model)
+        engine.least_version = 0 if known is None else known.least_version
+        if engine.model == self.champion_name or await _goes_on(engine, known):
+            await engine.saving.restore()
+            return ""
+        return await self._join(engine)
+
+    async def _join(self, engine: Engine) -> str:
+        """Let a late model begin with the champion's newest checkpoint, or with its own values."""
+        assert engine.journal is not None  # that is what it joins
+        manager = self._manager_of_champion()
+        for _ in range(MAX_TRIES):
+            number, why = await engine.saving.join(manager)
+            if why and engine.was_open:
+                raise CheckpointError(
+                    f"Model {engine.model!r} would begin again with what it has learned before: "
+                    f"{why} Restart the program."
+                )
+            try:
+                await engine.journal.attach(number)
+            except JournalError:
+                if number + 1 >= engine.journal.first_number:
+                    raise
+                continue  # meanwhile the champion has saved, and the journal has forgotten
+            await engine.saving.has_joined(number)
+            if why:
+                return f"with its own values, behind example {number}: {why}"
+            return f"with the champion's checkpoint {number}"
+        raise CheckpointError(
+            f"Model {engine.model!r} could not begin: the champion saves checkpoints faster than "
+            "they can be read. Give the CheckpointManager a larger max_to_keep."
+        )
+
+    def _manager_of_champion(self) -> CheckpointManager | None:
+        if self.champion_name == MAIN:
+            return self._owner.settings.checkpoints
+        return self._learners[self.champion_name]._settings.checkpoints
+
+    async def open(self) -> None:
+        """Open the challengers; what is in the way of one is told, and `problems` has it.
+
+        Raises:
+            JournalError: If the champion cannot be opened.
+            CheckpointError: As above.
+        """
+        journal = self._owner.journal
+        if journal is None:
+            return
+        for name, learner in self._learners.items():
+            try:
+                self.engines[name] = await learner._open_as(name, self._owner)
+            except Exception as error:
+                if name == self.champion_name:
+                    raise
+                self.problems[name] = described(error)
+                LOGGER.warning("The challenger %r could not be opened: %s", name, described(error))
+        self._owner.champion = self.engines[self.champion_name]
+        known = await journal.consumers()
+        self._absent = {
+            name: consumer.learned
+            for name, consumer in known.items()
+            if name not in self.engines and not consumer.detached
+        }
+
+    # ---- while they run ------------------------------------------------------------------
+
+    async def watch(self) -> None:
+        """Wake the challengers when there is something to learn, and detach who is too late."""
+        owner = self._owner
+        while self.has_others or self._absent:
+            for name, learned in self._lags().items():
+                await self._detach_if_late(name, learned)
+            for engine in self.engines.values():
+                if engine is not owner:
+                    engine.changed.give()
+            await owner.changed.wait()
+
+    def _lags(self) -> dict[str, int]:
+        last, lags = self._owner.intake.last_number, dict[str, int]()
+        for name, engine in self.engines.items():
+            if not engine.detached:
+                lags[name] = last - engine.learning.learned_number
+        return lags | {name: last - learned for name, learned in self._absent.items()}
+
+    async def _detach_if_late(self, name: str, lag: int) -> None:
+        journal = self._owner.journal
+        if journal is None or lag <= self._max_lag or name == self.champion_name:
+            return
+        why = f"it was {lag} examples behind, and max_lag is {self._max_lag}"
+        try:
+            await journal.of(name).detach(why)
+        except JournalError:  # it was promoted, or is detached when that can be written
+            return
+        LOGGER.warning(
+            "The model %r is detached from the journal: %s. When the program is started again, it "
+            "begins with the champion's checkpoint.",
+            name,
+            why,
+        )
+        self._absent.pop(name, None)
+        if name in self.engines:
+            self.engines[name].detached = why
+            self.engines[name].changed.give()
+
+    def settle(self, engine: Engine, number: int, outcome: int | str) -> None:
+        """Tell those who wait what became of an example, if the engine is the champion's.
+
+        Args:
+            engine: Which one has learned it, or set it aside.
+            number: The example.
+            outcome: The version that has it, or the error.
+        """
+        if isinstance(outcome, str):
+            engine.untold[number] = outcome
+            if len(engine.untold) > self._owner.intake.size + engine.settings.max_batch:
+                del engine.untold[next(iter(engine.untold))]
+        if engine is self.champion:
+            told = dead_error(number, outcome) if isinstance(outcome, str) else outcome
+            self._owner.intake.tell(number, told)
+
+    def free(self, engine: Engine) -> None:
+        """Free the places of what the champion has learned."""
+        if engine is self.champion and self.has_others:
+            self._owner.intake.learned_to(engine.learning.learned_number)
+
+    # ---- promotions ----------------------------------------------------------------------
+
+    async def promote(self, name: str) -> int:
+        """Make a model the champion; return the first version of it that is served.
+
+        Raises:
+            ValueError: If it is not known, or not fit to be served.
+            JournalError: If the journal could not be written, or nobody knows.
+
+        Cancellation:
+            Stops waiting; it is promoted all the same.
+        """
+        async with self._turn:
+            task = self._promoting = OwnedTask(self._promote(name), f"promotion of {name}")
+            await task.done_or_cancelled()
+        return await task
+
+    async def _promote(self, name: str) -> int:
+        engine = self._fit(name)
+        if engine is self.champion:
+            return engine.serving.served.version
+        journal = self._owner.journal
+        assert journal is not None  # or there is no other
+        while True:
+            version = max(engine.version, self.champion.version) + ROOM
+            try:
+                await journal.of(name).promote(engine.learning.learned_number, version)
+            except JournalError as error:
+                await self._require_promoted(name, error)
+            if version > max(engine.version, self.champion.version):
+                break
+        self._follow(name, engine, version)
+        return version
+
+    def _fit(self, name: str) -> Engine:
+        engine = self.engines.get(name)
+        if engine is None:
+            known = ", ".join(map(repr, self.engines))
+            why = self.problems.get(name, f"there are {known}")
+            raise ValueError(f"No model {name!r} is open: {why}.")
+        state = "detached" if engine.detached else engine.state
+        if state not in {"running", "paused"} or engine.has_backlog:
+            behind = f"{engine.read_end - engine.learning.learned_number} examples are not learned"
+            why = engine.detached or engine.why_failed or engine.learning.retry_error or behind
+            raise ValueError(f"Model {name!r} cannot be promoted, as it is {state}: {why}.")
+        return engine
+
+    async def _require_promoted(self, name: str, error: JournalError) -> None:
+        """Check that a promotion is in the journal, although writing it has failed."""
+        assert self._owner.journal is not None
+        try:
+            really = await self._owner.journal.champion()
+        except JournalError:
+            raise JournalError(
+                f"Nobody knows whether {name!r} is promoted, as the journal can neither be written "
+                f"nor read: {error} {self.champion_name!r} is served until it is tried again, or "
+                "the program is started again."
+            ) from error
+        if really != name:
+            raise error
+
+    def _follow(self, name: str, engine: Engine, version: int) -> None:
+        """Let everything follow what the journal says."""
+        intake, before = self._owner.intake, self.champion_name
+        engine.renumber(version)
+        self.champion_name, self._owner.champion = name, engine
+        intake.ask(engine.journal)
+        for number in intake.followed(engine.learning.learned_number):
+            self.settle(engine, number, engine.untold.get(number, version))
+        self.free(engine)
+        LOGGER.warning("The model %r is promoted; %r is a challenger.", name, before)
+        for each in self.engines.values():
+            each.changed.give()
+
+    # ---- closing -------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """Let the challengers learn what there is, and save; what goes wrong is warned of.
+
+        Raises:
+            Exception: As `OnlineLearner.aclose`, if it is the champion that is closed.
+        """
+        if self._promoting is not None:
+            await self._promoting.ended()
+        given = self._owner.settings.grace_s
+        for name, engine in self._others():
+            if engine is self.champion:
+                continue
+            own = engine.settings.grace_s
+            grace_s = min((each for each in (own, given) if each is not None), default=CLOSE_S)
+            try:
+                await engine.aclose(grace_s)
+            except (CheckpointError, ContextError, JournalError, StallError) as error:
+                _warn(name, error)
+        if self.champion is not self._owner:
+            await self.champion.aclose(given)
+
+    async def end(self) -> None:
+        """End the challengers at once; their steps are undone."""
+        for name, engine in self._others():
+            main, engine.is_closing = engine._main, True
+            if main is None or main.is_done:
+                continue
+            main.cancel()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(UNDO_S):
+                    await main.done_or_cancelled()
+            if not main.is_done:
+                _warn(name, "a step on the thread of a device does not end")
+
+    def _others(self) -> list[tuple[str, Engine]]:
+        return [each for each in self.engines.items() if each[1] is not self._owner]
+
+
+def _warn(name: str, what: object) -> None:
+    text = f"The challenger {name!r} was not closed in order: {what}"
+    warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+async def _goes_on(engine: Engine, known: Consumer | None) -> bool:
+    """Tell whether a model goes on from its own checkpoints."""
+    if known is None or known.detached:
+        return False
+    return await engine.saving.has_checkpoint()

@@ -1,0 +1,660 @@
+"""Several models on one journal: each learns every example once, and none disturbs the champion."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+import aioreplica as ar
+from aioreplica.errors import ContextError, JournalError, PoisonedExampleError
+from aioreplica.online import Journal, SnapshotReader
+
+from .program import RAISES, WRITES_NAN, Counting, example
+
+Options = dict[str, Any]
+
+
+@asynccontextmanager
+async def models(
+    folder: Path, *, rivals: dict[str, Options | Counting] | None = None, **options: Any
+) -> AsyncIterator[dict[str, Counting]]:
+    """Open a champion and its rivals; gives all by name."""
+    given = {"b": {}} if rivals is None else rivals
+    made = {
+        name: each if isinstance(each, Counting) else rival(folder, name, **each)
+        for name, each in given.items()
+    }
+    challengers = {name: each.learner for name, each in made.items()}
+    first = Counting(folder, **({"max_batch": 1, "challengers": challengers} | options))
+    async with asyncio.timeout(60):
+        for each in made.values():
+            await each.strategy.__aenter__()
+        try:
+            async with first:
+                yield {"main": first, **made}
+        finally:
+            for each in made.values():
+                await each.strategy.aclose()
+
+
+def rival(folder: Path, name: str = "b", **options: Any) -> Counting:
+    given = {"journal": None, "num_replicas": 1, "max_delay_s": 0.0}
+    return Counting(folder / name, **(given | options))
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0)
+
+
+async def until_caught_up(found: dict[str, Counting]) -> None:
+    last = found["main"].learner.statistics().last_number
+    await until(lambda: all(each.learner.statistics().learned_number == last
+                            for each in found.values()))  # fmt: skip
+
+
+async def take(found: dict[str, Counting], *ids: int) -> None:
+    for i in ids:
+        await (await found["main"].learner.submit(example(i)))
+
+
+async def offline(ids: list[list[int]], num_replicas: int = 1) -> bytes:
+    """Return the bits of the weight after some batches of a learner without a journal."""
+    async with Counting(num_replicas=num_replicas, max_batch=100, max_delay_s=0.0) as program:
+        for batch in ids:
+            await program.learner.pause()
+            tickets = await program.learner.submit_many([example(i) for i in batch])
+            program.learner.resume()
+            await tickets[-1]
+        return program.weight.value.tobytes()
+
+
+# ---- learning ----------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("max_batch", [1, 3, 50])
+async def test_each_model_learns_all_once_in_batches_of_its_own(
+    folder: Path, max_batch: int
+) -> None:
+    rivals: dict[str, Options | Counting] = {"b": {"max_batch": max_batch}, "c": {}}
+    async with models(folder, rivals=rivals) as found:
+        await take(found, *range(10))
+        await until_caught_up(found)
+        for each in found.values():
+            assert each.learned() == [1] * 10
+        batches, bits = found["b"].batches, found["b"].weight.value.tobytes()
+        assert max(map(len, batches)) <= max_batch
+        now = found["main"].learner.statistics()
+        assert (now.model, now.champion, now.challengers["b"].model) == ("main", "main", "b")
+        assert now.challengers["b"].num_learned == now.num_learned == 10
+        assert now.challengers["b"].lag == now.lag == now.queue_depth == 0
+        assert now.challengers["b"].began.startswith("with its own values, behind example 0: the")
+    assert await offline([[i] for i in range(10)]) == await offline([[i] for i in range(10)], 2)
+    if max_batch == 1:
+        assert bits == await offline([[i] for i in range(10)])
+    async with models(folder, rivals=rivals) as found:  # from their checkpoints
+        assert [each.learned() for each in found.values()] == [[1] * 10] * 3
+        await take(found, 11)
+        await until_caught_up(found)
+        assert [each.learned() for each in found.values()] == [[*[1] * 10, 0, 1]] * 3
+
+
+@pytest.mark.asyncio
+async def test_a_batch_waits_for_its_examples_as_long_as_is_said(folder: Path) -> None:
+    rivals: dict[str, Options | Counting] = {"b": {"max_batch": 3, "max_delay_s": 1000.0}}
+    seen: list[list[int]] = []
+
+    class Noting(Counting):
+        async def step(self, ctx: ar.ReplicaContext, batch: Any) -> dict[str, float]:
+            seen.append([int(i) for i in batch["id"]])
+            return await super().step(ctx, batch)
+
+    given = {"journal": None, "num_replicas": 1, "max_batch": 3, "max_delay_s": 1000.0}
+    rivals["b"] = Noting(folder / "b", **given)
+    async with models(folder, rivals=rivals) as found:
+        await take(found, *range(4))
+        await until(lambda: len(seen) == 1)
+        assert found["main"].learner.statistics().challengers["b"].lag == 1
+        bits = found["b"].weight.value.tobytes()
+        await take(found, 4, 5)
+        await until_caught_up(found)
+        await take(found, 6)
+    assert seen == [[0, 1, 2], [3, 4, 5], [6]]
+    assert bits == await offline([[0, 1, 2]])
+
+
+@pytest.mark.asyncio
+async def test_places_are_those_of_the_champion_and_tickets_too(folder: Path) -> None:
+    async with models(folder, queue_size=3) as found:
+        first, second = found["main"].learner, found["b"].learner
+        await second.pause()
+        await take(found, *range(8))  # more than the queue has places
+        assert second.statistics().lag == 8
+        await first.pause()
+        tickets = [await first.submit(example(i)) for i in (8, 9, 10)]
+        assert first.statistics().queue_depth == 3
+        with pytest.raises(anyio.WouldBlock):
+            first.submit_nowait(example(11))
+        second.resume()
+        await until(lambda: second.statistics().learned_number == 11)
+        assert not any(ticket.is_done for ticket in tickets)
+        first.resume()
+        assert [await ticket for ticket in tickets] == [9, 10, 11]
+        assert first.statistics().queue_depth == 0
+
+
+@pytest.mark.asyncio
+async def test_a_challenger_takes_nothing_itself_and_is_opened_by_its_champion(
+    folder: Path,
+) -> None:
+    async with models(folder) as found:
+        second = found["b"].learner
+        with pytest.raises(ContextError, match="'b' is a challenger: it takes no examples"):
+            await second.submit(example(0))
+        with pytest.raises(ContextError, match="open already"):
+            await second.__aenter__()
+        with pytest.raises(ContextError, match=r"challenger\. Promote it with"):
+            await second.promote("b")
+        with pytest.raises(ValueError, match="No model 'c' is open: there are 'main', 'b'"):
+            await found["main"].learner.promote("c")
+    assert second.state == found["main"].learner.state == "closed"
+
+
+# ---- bad ones ----------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("mood", [RAISES, WRITES_NAN])
+async def test_what_a_challenger_sets_aside_is_its_own(folder: Path, mood: float) -> None:
+    class Moody(Counting):
+        async def step(self, ctx: ar.ReplicaContext, batch: Any) -> dict[str, float]:
+            batch = {**batch, "mood": np.where(batch["id"] == 2, mood, 0.0)}
+            return await super().step(ctx, batch)
+
+    for _ in range(2):
+        bad = Moody(folder / "b", journal=None, num_replicas=1)
+        async with models(folder, rivals={"b": bad}) as found:
+            first, second = found["main"].learner, found["b"].learner
+            if not first.statistics().learned_number:
+                await take(found, *range(5))
+            await until_caught_up(found)
+            assert (found["main"].learned(), bad.learned()) == ([1] * 5, [1, 1, 0, 1, 1])
+            assert await first.dead_letters() == ()
+            [letter] = await second.dead_letters()
+            assert letter.number == 3
+            with pytest.raises(ContextError, match="'b' is not served"):
+                await second.retry(3)
+    bad = Moody(folder / "b", journal=None, num_replicas=1)
+    async with models(folder, rivals={"b": bad}) as found:
+        await found["b"].learner.discard(3)
+        assert await found["b"].learner.dead_letters() == ()
+    async with models(folder) as found:
+        assert (found["main"].learned(), found["b"].learned()) == ([1] * 5, [1, 1, 0, 1, 1])
+
+
+class Hanging(Counting):
+    """Waits without end, from the second example on."""
+
+    async def step(self, ctx: ar.ReplicaContext, batch: Any) -> dict[str, float]:
+        if (batch["id"] > 0).any():
+            await asyncio.Event().wait()
+        return await super().step(ctx, batch)
+
+
+@pytest.mark.asyncio
+async def test_one_that_hangs_holds_nobody_up_and_is_detached(folder: Path) -> None:
+    stuck = Hanging(folder / "b", journal=None, num_replicas=1, max_batch=1, grace_s=0.0)
+    with pytest.warns(RuntimeWarning, match="closed after 0 s with"):  # noqa: PT031 - at its end
+        async with models(folder, rivals={"b": stuck}, max_lag=5, queue_size=2) as found:
+            first, second = found["main"].learner, found["b"].learner
+            await take(found, 0)
+            await until(lambda: second.statistics().learned_number == 1)
+            await second.checkpoint()
+            await take(found, 1, 2, 3, 4)
+            assert second.state == "running"
+            await take(found, 5, 6)
+            await until(lambda: second.state == "detached")
+            assert first.is_ready
+            now = first.statistics().challengers["b"]
+            assert now.detached == "it was 6 examples behind, and max_lag is 5"
+            with pytest.raises(ValueError, match="'b' cannot be promoted, as it is detached: it"):
+                await first.promote("b")
+            await first.checkpoint()
+            assert first.statistics().rollback_from == 7
+    async with models(folder) as found:  # mended: it begins with the champion's checkpoint
+        assert found["b"].learned() == [1] * 7
+        assert found["b"].learner.statistics().began == "with the champion's checkpoint 7"
+        assert found["b"].learner.statistics().generation == 1
+        await take(found, 7)
+        await until_caught_up(found)
+    async with models(folder) as found:
+        assert found["b"].learned() == [1] * 8
+        assert found["b"].learner.statistics().began == ""
+
+
+@pytest.mark.asyncio
+async def test_one_that_always_fails_stops_alone(folder: Path) -> None:
+    class Broken(Counting):
+        async def step(self, ctx: ar.ReplicaContext, batch: Any) -> dict[str, float]:
+            raise NameError("a broken release")
+
+    bad = Broken(folder / "b", journal=None, num_replicas=1)
+    async with models(folder, rivals={"b": bad}) as found:
+        first, second = found["main"].learner, found["b"].learner
+        await take(found, *range(20))
+        await until(lambda: second.state == "failed")
+        assert (first.state, first.is_ready, second.is_ready) == ("running", True, False)
+        assert await second.dead_letters() == ()
+        with pytest.raises(ValueError, match="'b' cannot be promoted, as it is failed: 5 examples"):
+            await first.promote("b")
+    async with models(folder) as found:
+        await until_caught_up(found)
+        assert found["b"].learned() == found["main"].learned() == [1] * 20
+
+
+@pytest.mark.asyncio
+async def test_one_that_ends_is_told_and_the_champion_goes_on(folder: Path) -> None:
+    async with models(folder) as found:
+        engine = found["b"].learner._engine
+        assert engine is not None
+        assert engine._main is not None
+        engine._main.cancel()
+        await until(lambda: found["b"].learner.state == "closed")
+        await take(found, 0, 1)
+        assert found["main"].learned() == [1, 1]
+        with pytest.raises(ValueError, match="as it is closed"):
+            await found["main"].learner.promote("b")
+
+
+@pytest.mark.asyncio
+async def test_one_that_cannot_be_opened_is_told(folder: Path) -> None:
+    async with models(folder) as found:
+        await take(found, 0)
+    (folder / "other").mkdir()
+    foreign = Counting(folder / "other" / "b", journal=None, num_replicas=1)
+    async with models(folder / "other", rivals={"b": foreign}) as found:
+        await take(found, 0)
+    shutil.rmtree(folder / "b")
+    shutil.copytree(folder / "other" / "b", folder / "b")
+    async with models(folder) as found:
+        now = found["main"].learner.statistics()
+        assert now.challengers == {}
+        assert "belong to another journal" in now.not_open["b"]
+        await take(found, 1)
+        with pytest.raises(ValueError, match="No model 'b' is open: JournalError"):
+            await found["main"].learner.promote("b")
+    assert ar.CheckpointManager(folder / "b" / "checkpoints").steps() == (1,)
+
+
+# ---- late ones ---------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_a_late_model_begins_with_the_champions_checkpoint(folder: Path) -> None:
+    async with Counting(folder, max_batch=1) as program:
+        for i in range(6):
+            await (
+                await program.learner.submit(example(i, RAISES if i == 4 else 0.0))
+            ) if i != 4 else await program.learner.submit(example(4, RAISES))
+            if i == 2:
+                await program.learner.checkpoint()
+        await program.learner.pause()
+        await until(lambda: program.learner.statistics().learned_number == 6)
+        shutil.copytree(folder, folder / "killed")
+    async with models(folder / "killed", rivals={"b": {"max_batch": 1}}) as found:
+        assert found["b"].learner.statistics().began == "with the champion's checkpoint 3"
+        await until_caught_up(found)
+        assert found["b"].learned() == [1, 1, 1, 1, 0, 1]
+        assert [each.number for each in await found["b"].learner.dead_letters()] == [5]
+        weights = {each.weight.value.tobytes() for each in found.values()}
+        assert len(weights) == 1
+
+
+@pytest.mark.asyncio
+async def test_one_of_another_state_begins_with_its_own_values(folder: Path) -> None:
+    async with Counting(folder, max_batch=1) as program:
+        for i in range(3):
+            await (await program.learner.submit(example(i)))
+        await program.learner.checkpoint()
+        await program.learner.submit(example(3))
+
+    other = rival(folder, max_batch=1)
+    other.variables["more"] = other.counts
+    strategy = other.strategy
+    with strategy.scope():
+        extra = ar.Variable(np.zeros(2))
+    other.learner = ar.online.OnlineLearner(
+        strategy, other.step, {**other.variables, "extra": extra}, max_batch=1, max_delay_s=0.0,
+        queue_size=1, checkpoints=other.manager,
+    )  # fmt: skip
+    async with models(folder, rivals={"b": other}) as found:
+        began = found["b"].learner.statistics().began
+        assert began.startswith("with its own values, behind example 3: Step 4 does not match")
+        await take(found, 5)
+        await until_caught_up(found)
+        assert other.learned() == [0, 0, 0, 1, 0, 1]  # what the journal still has
+
+
+# ---- rollbacks ---------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_a_rollback_is_that_of_one_model(folder: Path) -> None:
+    async with models(folder, rivals={"b": {"max_batch": 1}}) as found:
+        second = found["b"].learner
+        await take(found, 0, 1)
+        await until_caught_up(found)
+        await second.checkpoint()
+        await take(found, 2, 3)
+        await until_caught_up(found)
+        assert await second.rollback(to=2, skip=[3]) == 2
+        await until_caught_up(found)
+        assert found["b"].learned() == [1, 1, 0, 1]
+        assert found["main"].learned() == [1] * 4
+        assert found["main"].learner.statistics().generation == 0
+    async with models(folder, rivals={"b": {"max_batch": 1}}) as found:
+        assert found["b"].learned() == [1, 1, 0, 1]
+        assert found["main"].learned() == [1] * 4
+
+
+# ---- promotions --------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_a_promoted_model_is_served_and_so_it_is_after_a_restart(folder: Path) -> None:
+    published = folder / "published"
+    async with models(folder, publish_to=published) as found:
+        first = found["main"].learner
+        await take(found, 0, 1)
+        await until_caught_up(found)
+        before = first.version
+        version = await first.promote("b")
+        assert version > before
+        assert (first.champion, first.version) == ("b", version)
+        assert found["b"].counts in first.snapshot()
+        seen = await (await first.submit(example(2)))
+        assert seen == first.version > version
+        with SnapshotReader(published) as reader:
+            await until(lambda: reader.read().version == first.version)
+            assert reader.read()["counts"].tolist()[:3] == [1, 1, 1]
+        assert await first.promote("b") == first.version
+    async with models(folder, publish_to=published) as found:
+        first = found["main"].learner
+        assert first.champion == "b"
+        assert found["b"].counts in first.snapshot()
+        assert first.version == seen
+        again = await first.promote("main")
+        assert again > seen
+        assert found["main"].counts in first.snapshot()
+        await take(found, 3)
+    async with models(folder, publish_to=published) as found:
+        assert found["main"].learner.champion == "main"
+        assert found["main"].learned() == found["b"].learned() == [1] * 4
+
+
+@pytest.mark.asyncio
+async def test_the_first_model_holds_nobody_up_once_another_is_served(folder: Path) -> None:
+    async with models(folder, queue_size=2, max_lag=9) as found:
+        first = found["main"].learner
+        await take(found, 0)
+        await until_caught_up(found)
+        await first.checkpoint()
+        await first.promote("b")
+        await first.pause()
+        assert first.is_ready
+        await take(found, *range(1, 12))
+        await until(lambda: first.state == "detached")
+        assert first.is_ready
+        with pytest.raises(ValueError, match="'main' cannot be promoted, as it is detached"):
+            await first.promote("main")
+    async with models(folder) as found:
+        first = found["main"].learner
+        assert first.champion == "b"
+        assert first.statistics().began == "with the champion's checkpoint 12"
+        assert found["main"].learned() == [1] * 12
+        await take(found, 12)
+        await until_caught_up(found)
+        assert found["main"].learned() == found["b"].learned() == [1] * 13
+
+
+@pytest.mark.asyncio
+async def test_tickets_wait_for_who_is_served_when_they_are_settled(folder: Path) -> None:
+    class Moody(Counting):
+        async def step(self, ctx: ar.ReplicaContext, batch: Any) -> dict[str, float]:
+            if (batch["id"] == 2).any():
+                raise ValueError("not for me")
+            return await super().step(ctx, batch)
+
+    given: Options = {"journal": None, "num_replicas": 1, "max_batch": 1, "max_delay_s": 0.0}
+    async with models(folder, rivals={"b": Moody(folder / "b", **given)}) as found:
+        first, second = found["main"].learner, found["b"].learner
+        await take(found, 0)
+        await first.pause()
+        ahead = [await first.submit(example(i)) for i in (1, 2)]
+        await until(lambda: second.statistics().learned_number == 3)
+        await second.pause()
+        behind = await first.submit(example(3))
+        assert not any(each.is_done for each in (*ahead, behind))
+        version = await first.promote("b")
+        assert await ahead[0] == version
+        with pytest.raises(PoisonedExampleError, match=r"Example 3 was set aside: .*not for me"):
+            await ahead[1]
+        assert not behind.is_done
+        first.resume()
+        await until(lambda: first.statistics().learned_number == 4)
+        assert not behind.is_done
+        second.resume()
+        assert await behind > version
+        assert first.statistics().queue_depth == 0
+
+
+@pytest.mark.asyncio
+async def test_letters_of_who_is_served_are_taken_again_for_it_alone(folder: Path) -> None:
+    moody = True
+
+    class Moody(Counting):
+        async def step(self, ctx: ar.ReplicaContext, batch: Any) -> dict[str, float]:
+            if moody and (batch["id"] == 1).any():
+                raise ValueError("not for me")
+            return await super().step(ctx, batch)
+
+    given: Options = {"journal": None, "num_replicas": 1, "max_batch": 1, "max_delay_s": 0.0}
+    async with models(folder, rivals={"b": Moody(folder / "b", **given)}) as found:
+        first, second = found["main"].learner, found["b"].learner
+        await take(found, 0, 1, 2)
+        await until_caught_up(found)
+        await first.promote("b")
+        with pytest.raises(ContextError, match="'main' is not served"):
+            await first.retry(2)
+        moody = False
+        ticket = await second.retry(2)
+        assert ticket.number == 4
+        assert await ticket == first.version
+        await take(found, 3)
+        await until_caught_up(found)
+    async with models(folder) as found:
+        assert found["main"].learned() == found["b"].learned() == [1] * 4
+
+
+@pytest.mark.asyncio
+async def test_the_champion_has_to_be_there(folder: Path) -> None:
+    async with models(folder) as found:
+        await take(found, 0)
+        await until_caught_up(found)
+        await found["main"].learner.promote("b")
+    with pytest.raises(JournalError, match="'b' is the champion of the journal, and there are 'ma"):
+        await Counting(folder).__aenter__()
+    (folder / "b").rename(folder / "gone")
+    shutil.copytree(folder / "checkpoints", folder / "b" / "checkpoints")
+    with pytest.raises(JournalError, match="those of the model 'main', not of 'b'"):
+        async with models(folder):
+            pass
+    shutil.rmtree(folder / "b")
+    (folder / "gone").rename(folder / "b")
+    async with models(folder) as found:
+        assert found["main"].learner.champion == "b"
+
+
+@pytest.mark.asyncio
+async def test_one_that_has_not_caught_up_is_not_promoted(folder: Path) -> None:
+    async with models(folder) as found:
+        await take(found, 0)
+        await until_caught_up(found)
+        await found["b"].learner.checkpoint()
+        await found["b"].learner.pause()
+        await take(found, 1, 2)
+        shutil.copytree(folder, folder / "killed")
+    gate = asyncio.Event()
+
+    class Slow(Counting):
+        async def step(self, ctx: ar.ReplicaContext, batch: Any) -> dict[str, float]:
+            await gate.wait()
+            return await super().step(ctx, batch)
+
+    slow = Slow(folder / "killed" / "b", journal=None, num_replicas=1)
+    async with models(folder / "killed", rivals={"b": slow}) as found:
+        said = "'b' cannot be promoted, as it is recovering: 2 examples"
+        with pytest.raises(ValueError, match=said):
+            await found["main"].learner.promote("b")
+        gate.set()
+        await until_caught_up(found)
+        await found["main"].learner.promote("b")
+
+
+@pytest.mark.asyncio
+async def test_a_crash_behind_a_promotion_serves_no_number_again(folder: Path) -> None:
+    """What is restored was saved under a number that the champion before has served, too."""
+    async with models(folder) as found:
+        first = found["main"].learner
+        await take(found, 0, 1, 2)
+        await until_caught_up(found)
+        await found["b"].learner.checkpoint()
+        assert first.version == 3
+        version = await first.promote("b")
+        shutil.copytree(folder, folder / "killed")
+    async with models(folder / "killed") as found:
+        first = found["main"].learner
+        assert first.champion == "b"
+        assert first.version > version
+        restored = first.version
+        await take(found, 3)
+        assert first.version == restored + 1
+        await first.checkpoint()
+        await found["b"].learner.checkpoint()
+        shutil.copytree(folder / "killed", folder / "again")
+    async with models(folder / "again") as found:
+        assert found["main"].learner.version == restored + 1
+        assert found["b"].learned() == found["main"].learned() == [1] * 4
+
+
+@pytest.mark.asyncio
+async def test_closing_waits_for_who_is_served(folder: Path) -> None:
+    async with models(folder) as found:
+        first, second = found["main"].learner, found["b"].learner
+        await take(found, 0)
+        await until_caught_up(found)
+        await first.promote("b")
+        await second.pause()
+        tickets = [await first.submit(example(i)) for i in range(1, 9)]
+        await first.aclose()
+        assert all([await ticket for ticket in tickets])
+        assert found["b"].learned() == [1] * 9
+
+
+# ---- disks -------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("what", ["not written", "written", "unknown"])
+async def test_a_promotion_that_fails_is_old_or_new(folder: Path, what: str) -> None:
+    async with models(folder) as found:
+        await take(found, 0)
+        await until_caught_up(found)
+        first = found["main"].learner
+        engine = first._engine
+        assert engine is not None
+        assert engine.journal is not None
+        file = engine.journal._file
+        promote, champion = file.promote, file.champion
+
+        def fail(*args: Any) -> None:
+            if what != "not written":
+                promote(*args)
+            raise JournalError("the disk is gone")
+
+        def unread() -> str:
+            raise JournalError("not readable either")
+
+        file.promote = fail  # type: ignore[method-assign]
+        if what == "unknown":
+            file.champion = unread  # type: ignore[method-assign]
+        if what == "written":
+            await first.promote("b")
+        else:
+            said = "Nobody knows whether 'b'" if what == "unknown" else "the disk is gone"
+            with pytest.raises(JournalError, match=said):
+                await first.promote("b")
+        assert first.champion == ("b" if what == "written" else "main")
+        file.promote, file.champion = promote, champion  # type: ignore[method-assign]
+    async with models(folder) as found:
+        assert found["main"].learner.champion == ("main" if what == "not written" else "b")
+
+
+@pytest.mark.asyncio
+async def test_a_promotion_goes_on_when_who_asked_has_gone(folder: Path) -> None:
+    async with models(folder) as found:
+        await take(found, 0)
+        await until_caught_up(found)
+        first = found["main"].learner
+        asking = asyncio.ensure_future(first.promote("b"))
+        await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+    assert first.champion == "b"
+    async with models(folder) as found:
+        assert found["main"].learner.champion == "b"
+
+
+@pytest.mark.asyncio
+async def test_a_model_that_is_not_here_is_detached_once_it_is_too_late(folder: Path) -> None:
+    async with models(folder) as found:
+        await take(found, 0)
+    async with Counting(folder, max_batch=1, max_lag=3) as alone:
+        for i in range(1, 6):
+            await (await alone.learner.submit(example(i)))
+        await until(lambda: alone.learner._engine.models._absent == {})  # type: ignore[union-attr]
+    file = Journal(folder / "journal.db").file()
+    file.open()
+    assert file.consumers()["b"].detached == "it was 4 examples behind, and max_lag is 3"
+    file.close()
+
+
+# ---- arguments ---------------------------------------------------------------------------
+
+
+def test_what_models_must_not_have_in_common_is_refused(folder: Path) -> None:
+    fresh = rival(folder)
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        ({"main": fresh.learner}, ValueError, "'main' is that of the first model"),
+        ({"a b": fresh.learner}, ValueError, "letters, digits"),
+        ({"b": 3}, TypeError, "must be an OnlineLearner, got 3"),
+        ({"b": Counting(folder / "x").learner}, ValueError, "'b' has journal, which"),
+        ({"b": Counting(None).learner}, ValueError, "'b' needs checkpoints"),
+        ({"b": rival(folder, ".").learner}, ValueError, "a folder of checkpoints in common"),
+        ({"b": fresh.learner, "c": fresh.learner}, ValueError, "'c' has a strategy in common"),
+    ]
+    for challengers, error, said in wrong:
+        with pytest.raises(error, match=said):
+            Counting(folder, challengers=challengers)
+    with pytest.raises(ValueError, match="challengers need a journal and checkpoints"):
+        Counting(None, challengers={"b": fresh.learner})
+    with pytest.raises(ValueError, match="max_lag must be at least 1"):
+        Counting(folder, max_lag=0)
