@@ -123,7 +123,10 @@ class Engine:
                 self.intake.ask(self.champion.journal)
             else:
                 self.intake.close(f"{self.model!r} is a challenger: it takes no examples itself.")
-            self.followers = followers(self.settings, self.intake, self.journal)
+            settings = self.settings
+            size = min(settings.max_batch, settings.queue_size)
+            about = settings.sources, settings.validate, size
+            self.followers = followers(*about, self.intake, self.journal)
             await self.publishing.open()
             self._main = OwnedTask(self._run(), f"online learner {self.model}")
             undo.pop_all()

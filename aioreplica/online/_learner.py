@@ -486,8 +486,8 @@ class OnlineLearner:
             JournalError: If the journal cannot be read.
         """
         engine = self._open_engine()
-        ticket = await engine.intake.ticket_of(number)
-        engine.intake.settle_followers(engine.served.learning.learned_number, engine.version)
+        ticket, served = await engine.intake.ticket_of(number), engine.served
+        engine.intake.settle_followers(served.learning.learned_number, served.version)
         return ticket
 
     # ---- dead letters --------------------------------------------------------------------

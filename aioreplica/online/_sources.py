@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import Any, Protocol, final
 
 from ._example import as_example
 from ._failures import Backoff, described
@@ -19,9 +19,6 @@ from ._intake import ExampleGroup, Intake, is_unicode
 from ._journal import OpenJournal
 from ._journal_format import Entry, Progress
 from ._ticket import Ticket
-
-if TYPE_CHECKING:
-    from ._settings import Settings
 
 FIRST_WAIT_S = 0.1
 MOST_WAIT_S = 30.0
@@ -195,13 +192,15 @@ def checked_sources(sources: object, has_journal: bool) -> dict[str, Source]:
 
 
 def followers(
-    settings: Settings, intake: Intake, journal: OpenJournal | None
+    sources: Mapping[str, Source],
+    validate: Callable[[Any], Any] | None,
+    size: int,
+    intake: Intake,
+    journal: OpenJournal | None,
 ) -> tuple[Follower, ...]:
-    """Return what reads the sources of a learner."""
-    if journal is None:  # then there are no sources
+    """Return what reads the sources of a learner, in groups of a size; none without a journal."""
+    if journal is None:
         return ()
-    size = min(settings.max_batch, settings.queue_size)
     return tuple(
-        Follower(name, source, settings.validate, size, intake, journal)
-        for name, source in settings.sources.items()
+        Follower(name, source, validate, size, intake, journal) for name, source in sources.items()
     )
