@@ -47,11 +47,10 @@ from ._slots import MASTER, working_dtype
 from ._staged_write import StagedWrite
 from ._step import (
     INLINE_STEP_BYTES,
-    prepared_for,
+    begin_write,
     publish,
     refuse,
     run_stages,
-    scale_after,
     sum_gradients,
 )
 
@@ -280,28 +279,15 @@ def _stage(
 ) -> tuple[StagedWrite, Any, list[Moved], list[Job]]:
     """Do what `_step.apply` does, for the elements of this worker."""
     settings = optimizer.settings
-    slots, iterations = settings.slots, settings.iterations
+    slots = settings.slots
     variables = [gradient.variable for gradient in gradients]
     made = []
     for variable, division in zip(variables, divisions, strict=True):
         own = slots.made.get(variable)
         made.append(slots.make(variable, optimizer.new_slot, division) if own is None else own)
     _follow_written(optimizer, variables, made, divisions)
-    read = [*variables, *(slot for own in made for slot in own), iterations]
-    if global_step is not None:
-        read.append(global_step)
-    if settings.loss_scaling is not None:
-        read += settings.loss_scaling.variables
-    write = StagedWrite(read)
-    for scaled, value in scale_after(optimizer, gradients, is_finite=True).items():
-        write.replace(scaled, value)
-    iteration = int(iterations.components[0])
-    write.replace(iterations, iteration + 1)
-    if global_step is not None:
-        write.compute((global_step,), lambda old: (np.add(old[0], 1, dtype=old[0].dtype),))
-    if settings.norm is not None and norm is not None:
-        write.replace(settings.norm, norm)
-    prepared, of_each = prepared_for(optimizer, variables, iteration)
+    read = [*variables, *(slot for own in made for slot in own)]
+    write, prepared, of_each = begin_write(optimizer, gradients, read, global_step, norm)
     moved: list[Moved] = []
     ranges: list[Range] = []
     for i, (variable, own, division) in enumerate(zip(variables, made, divisions, strict=True)):

@@ -185,11 +185,10 @@ def apply(
         The write, what the rule prepared for the step, what it moves (a variable, or its master,
         with the slots), the masters, and the jobs that fill in the write.
     """
-    settings = optimizer.settings
-    slots, iterations = settings.slots, settings.iterations
+    slots = optimizer.settings.slots
     variables = list(map(attrgetter("variable"), gradients))
     shared = optimizer.start(variables) if optimizer.is_joint else ()  # type: ignore[attr-defined]
-    groups, masters, read = [], [], [*shared, iterations]
+    groups, masters, read = [], [], [*shared]
     for gradient, variable in zip(gradients, variables, strict=True):
         own = slots.made.get(variable)
         if own is None:
@@ -200,9 +199,44 @@ def apply(
             masters.append((gradient, own[0]))
             group = own  # the master stands for its variable
         groups.append(group)
+    write, prepared, of_each = begin_write(optimizer, gradients, read, global_step, norm)
+    if optimizer.is_elementwise:
+        jobs = _jobs_of_blocks(optimizer, write, groups, gradients, of_each)
+        return write, prepared, groups, masters, jobs
+    size = sum(gradient.num_bytes for gradient in gradients)
+    if optimizer.is_joint:
+        if not optimizer.is_warm:  # type: ignore[attr-defined]
+            size = INLINE_STEP_BYTES + 1  # what is compiled first takes long
+        run = partial(_run_joint_rule, optimizer, write, groups, shared, gradients, of_each)
+    else:
+        run = partial(_run_rule, optimizer, write, groups, gradients, of_each)
+    return write, prepared, groups, masters, [(size, run)]
+
+
+def begin_write(
+    optimizer: StepRule,
+    gradients: Sequence[MergedGradient],
+    read: list[Variable],
+    global_step: Variable | None,
+    norm: float | None,
+) -> tuple[StagedWrite, object, list[Any]]:
+    """Stage what a step writes besides variables and slots: counters, loss scale, norm.
+
+    Args:
+        optimizer: Whose step it is.
+        gradients: One for each variable.
+        read: What is read before it is written; the counters and the loss scale are added.
+        global_step: Counts steps for the user, None if nothing does.
+        norm: Of all gradients before clipping, None if it was not measured.
+
+    Returns:
+        The write, what the rule prepared for the step, and for each variable.
+    """
+    settings = optimizer.settings
+    iterations, scaling = settings.iterations, settings.loss_scaling
+    read.append(iterations)
     if global_step is not None:
         read.append(global_step)
-    scaling = settings.loss_scaling
     if scaling is not None:
         read += scaling.variables
     # Before any of them is read: what another run writes from here on is noticed.
@@ -216,18 +250,8 @@ def apply(
         write.compute((global_step,), _counted)
     if settings.norm is not None and norm is not None:
         write.replace(settings.norm, norm)
-    prepared, of_each = prepared_for(optimizer, variables, iteration)
-    if optimizer.is_elementwise:
-        jobs = _jobs_of_blocks(optimizer, write, groups, gradients, of_each)
-        return write, prepared, groups, masters, jobs
-    size = sum(gradient.num_bytes for gradient in gradients)
-    if optimizer.is_joint:
-        if not optimizer.is_warm:  # type: ignore[attr-defined]
-            size = INLINE_STEP_BYTES + 1  # what is compiled first takes long
-        run = partial(_run_joint_rule, optimizer, write, groups, shared, gradients, of_each)
-    else:
-        run = partial(_run_rule, optimizer, write, groups, gradients, of_each)
-    return write, prepared, groups, masters, [(size, run)]
+    variables = [gradient.variable for gradient in gradients]
+    return write, *_prepared_for(optimizer, variables, iteration)
 
 
 def publish(
@@ -458,7 +482,7 @@ def _part_of(gradient: MergedGradient, member: int) -> object:
     return np.broadcast_to(np.zeros((), part.dtype), part.shape)
 
 
-def prepared_for(
+def _prepared_for(
     optimizer: StepRule, variables: Sequence[Variable], iteration: int
 ) -> tuple[object, list[Any]]:
     """Call `prepare` once for every learning rate; return what it gave for the step and each."""
