@@ -19,8 +19,8 @@ from ._observer import observe_everywhere as observe_everywhere
 from ._recorder import CollectiveRecord as CollectiveRecord
 from ._recorder import MergeRecord as MergeRecord
 from ._recorder import Recorder as Recorder
+from ._recorder import Ring as Ring
 from ._recorder import source_line as source_line
-from ._ring import Ring as Ring
 from ._sinks import EventLog as EventLog
 from ._sinks import MemorySink as MemorySink
 from ._sinks import events_to as events_to

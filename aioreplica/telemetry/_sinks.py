@@ -28,7 +28,7 @@ from ._observer import (
     Observer,
     Observers,
 )
-from ._ring import Ring
+from ._recorder import Ring
 
 NO_STEP = -1
 

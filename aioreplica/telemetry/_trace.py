@@ -30,8 +30,7 @@ from ._observer import (
     ObservedRun,
     Observer,
 )
-from ._recorder import source_line
-from ._ring import Ring
+from ._recorder import Ring, source_line
 from ._sinks import error_text
 
 MAX_OPS_QUEUED = 4096  # whose times are remembered; those of ops that are withdrawn pass away
