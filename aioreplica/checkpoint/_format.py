@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from ..errors import CheckpointError
+from ..tree import DType
 
 FORMAT = "aioreplica.checkpoint"
 VERSION = 2
@@ -168,7 +169,7 @@ _OPTIONAL = tuple(
 )
 
 
-def dtype_of(name: str) -> np.dtype[Any]:
+def dtype_of(name: str) -> DType:
     """Return the dtype of a name.
 
     Raises:
@@ -190,7 +191,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
                 f"The checkpoint holds {name}, which ml_dtypes {ml_dtypes.__version__} has not. "
                 "Run: pip install -U ml-dtypes"
             )
-        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        found: DType = np.dtype(getattr(ml_dtypes, name))
         return found
     return np.dtype(name)
 

@@ -16,7 +16,7 @@ import numpy as np
 from ..context import PLACE
 from ..errors import ContextError
 from ..input import Stateful
-from ..tree import Array, encode
+from ..tree import Array, DType, encode
 from ..values import StepGate, Variable, between_steps, take_snapshot
 from ._format import STORED_AS, EntryRecord, TensorRecord
 
@@ -356,7 +356,7 @@ class Cut:
         return EntryRecord("variable", *names, shape, dtype, *kinds, tensors=records)
 
 
-def dtype_name(dtype: np.dtype[Any], key: str) -> str:
+def dtype_name(dtype: DType, key: str) -> str:
     """Return the name of a dtype that can be stored.
 
     Raises:
@@ -372,7 +372,7 @@ def dtype_name(dtype: np.dtype[Any], key: str) -> str:
 
 
 @lru_cache(maxsize=256)
-def _name_of(dtype: np.dtype[Any]) -> str:
+def _name_of(dtype: DType) -> str:
     return dtype.newbyteorder("=").name
 
 

@@ -12,6 +12,7 @@ from typing import Any, final
 
 import numpy as np
 
+from ..tree import DType
 from ..typing import ReduceOp
 from ..values import IndexedSlices
 from ._kind import require_sum
@@ -43,7 +44,7 @@ class Compression(ABC):
         """Return the code of an array: an array or IndexedSlices, which can be summed."""
 
     @abstractmethod
-    def decode(self, code: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    def decode(self, code: Any, shape: tuple[int, ...], dtype: DType) -> Any:
         """Return the array that a code, or a sum or mean of codes, stands for."""
 
     def take_lost(self, key: Key, shape: tuple[int, ...]) -> Any:
@@ -102,7 +103,7 @@ class Float16(Compression):
         with np.errstate(over="ignore"):
             return value.astype(np.float16)
 
-    def decode(self, code: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    def decode(self, code: Any, shape: tuple[int, ...], dtype: DType) -> Any:
         """Widen again."""
         return code.astype(dtype)
 
@@ -148,7 +149,7 @@ class TopK(Compression):
         indices = np.sort(order)
         return IndexedSlices(flat[indices], indices, (flat.size,))
 
-    def decode(self, code: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    def decode(self, code: Any, shape: tuple[int, ...], dtype: DType) -> Any:
         """Fill in zeros."""
         return code.to_dense().reshape(shape).astype(dtype, copy=False)
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from ..devices import num_collective_streams, run_together
 from ..devices.backends import reduce_block, reduce_into, result_dtype
+from ..tree import DType
 from ..typing import ReduceOp
 from ..values import CAN_COUNT_REFERENCES
 from ._reduce import leaf_bytes, reduce_leaves
@@ -102,7 +103,7 @@ class Layout:
         self.singles: list[int] = []
         self.others: list[int] = []
         self._pack_bytes = bytes_per_pack or PACK_BYTES
-        by_dtype: dict[np.dtype[Any], list[int]] = {}
+        by_dtype: dict[DType, list[int]] = {}
         for index, leaf in enumerate(leaves):
             if type(leaf) is np.ndarray:
                 by_dtype.setdefault(leaf.dtype, []).append(index)
@@ -281,7 +282,7 @@ def _reduce_pack(
         reduce_block(op, total[begin:end], parts, count)
 
 
-def _joined(arrays: Sequence[Any], dtype: np.dtype[Any]) -> object:
+def _joined(arrays: Sequence[Any], dtype: DType) -> object:
     """Lay arrays out one behind the other, in C order; bytes are copied without looking inside."""
     try:
         return np.frombuffer(b"".join(arrays), dtype)
@@ -332,7 +333,7 @@ class BufferPool:
             oldest = self._call - KEPT_CALLS
             self._buffers = [entry for entry in self._buffers if entry[0] >= oldest]
 
-    def array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    def array(self, shape: tuple[int, ...], dtype: DType) -> Any:
         """Return a C-contiguous array with whatever numbers are in it."""
         size = math.prod(shape) * dtype.itemsize
         if size < POOLED_BYTES or not CAN_COUNT_REFERENCES:

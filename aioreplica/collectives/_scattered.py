@@ -11,12 +11,12 @@ import operator
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
-from typing import Any, TypeAlias, final
+from typing import TypeAlias, final
 
 import numpy as np
 
 from ..devices import INLINE_BYTES, run_on_host
-from ..tree import Array
+from ..tree import Array, DType
 from ..typing import ReduceOp
 from ._across import SLOT_BYTES, Turn, Wire, gather_bytes
 from ._plan import BufferPool, Job, num_threads, run_here, run_on_threads
@@ -46,13 +46,13 @@ class Dealt:
 
     __slots__ = ("_groups", "_large", "_ranges", "layout", "rank")
 
-    def __init__(self, forms: Sequence[tuple[np.dtype[Any], Ranges]], rank: int) -> None:
+    def __init__(self, forms: Sequence[tuple[DType, Ranges]], rank: int) -> None:
         self.rank = rank
         self.layout = ", ".join(f"{dtype}[{ranges[-1][1]}]" for dtype, ranges in forms)
         self._ranges = [ranges for _, ranges in forms]
         self._large: list[int] = []
-        self._groups: list[tuple[np.dtype[Any], list[int]]] = []
-        newest: dict[np.dtype[Any], tuple[list[int], int]] = {}
+        self._groups: list[tuple[DType, list[int]]] = []
+        newest: dict[DType, tuple[list[int], int]] = {}
         for number, (dtype, ranges) in enumerate(forms):
             num_bytes = ranges[-1][1] * dtype.itemsize
             if num_bytes >= LARGE_BYTES:

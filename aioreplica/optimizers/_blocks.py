@@ -23,7 +23,7 @@ import numpy as np
 
 from ..collectives import Job
 from ..context import REGISTRY
-from ..tree import Array
+from ..tree import Array, DType
 from ..values import IndexedSlices, Variable
 from ._kernels import Kernel, gather
 from ._merged_gradient import MergedGradient
@@ -332,7 +332,7 @@ def _gathered(array: Array, rows: Array, room: Array) -> Array:
     return array.take(rows, axis=0, out=out, mode="clip")  # they are in range; "raise" would copy
 
 
-def _shaped(room: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+def _shaped(room: Array, shape: tuple[int, ...], dtype: DType) -> Array:
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes > room.nbytes:
         return np.empty(shape, dtype)
@@ -340,7 +340,6 @@ def _shaped(room: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 Compiled: TypeAlias = Callable[..., int]
-DType: TypeAlias = np.dtype[Any]
 
 FUSED_RULES = "fused_rules"
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))

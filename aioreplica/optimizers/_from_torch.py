@@ -8,7 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
-from ..tree import Array
+from ..tree import Array, DType
 from ..values import Variable
 from ._optimizer import JointOptimizer, Optimizer
 from ._settings import OptimizerOptions
@@ -199,9 +199,7 @@ class _Rule:
         group = {**self.groups[index], "params": [parameter]}
         return dict(self._class([group], **self._options).state[parameter])
 
-    def first_state(
-        self, shape: Sequence[int], dtype: np.dtype[Any], index: int
-    ) -> dict[str, Array]:
+    def first_state(self, shape: Sequence[int], dtype: DType, index: int) -> dict[str, Array]:
         """Return the state of a variable before its first update: zeros of the right shapes."""
         parameter = self.torch.nn.Parameter(self.torch.from_numpy(np.zeros(shape, dtype)))
         parameter.grad = self.torch.zeros_like(parameter)

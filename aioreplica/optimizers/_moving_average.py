@@ -6,14 +6,14 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, TypeAlias, final
+from typing import TypeAlias, final
 
 import numpy as np
 
 from ..collectives import Job, Turn, no_data
 from ..context import PLACE
 from ..replica import Call, CallSite, Collective, Parts, Pending, RunningReplica, SyncGroup
-from ..tree import Array
+from ..tree import Array, DType
 from ..values import DividedVariable, Variable, is_floating
 from ._checks import (
     checked_decay,
@@ -256,7 +256,7 @@ class UpdateAverages(Collective):
 UPDATE_AVERAGES = UpdateAverages("update_averages")
 
 
-def _cast(components: Components, dtype: np.dtype[Any]) -> Components:
+def _cast(components: Components, dtype: DType) -> Components:
     """Return components in another dtype, read-only; one array for those that share one."""
     with np.errstate(over="ignore"):
         made = {id(each): each.astype(dtype, copy=False) for each in components}

@@ -28,7 +28,7 @@ from ._sets import numbered
 from ._sockets import SimSocket
 
 if TYPE_CHECKING:
-    from ._simulation import Simulation
+    from ._simulation import Patches, Simulation
 
 
 @final
@@ -80,7 +80,7 @@ def run_until(pool: SimPool, is_done: Callable[[], bool]) -> None:
             loop.jump(when)
 
 
-def executor_patches(simulation: Simulation) -> list[tuple[Any, str, Any]]:
+def executor_patches(simulation: Simulation) -> Patches:
     """Return what to replace in the executors of `concurrent.futures`."""
     executor = futures.ThreadPoolExecutor
     real_submit, real_shutdown = executor.submit, executor.shutdown
@@ -116,7 +116,7 @@ ANYIO_POOL = "anyio threads"
 ANYIO_WORKERS = 1_000_000  # the limiter, not the pool, bounds them
 
 
-def anyio_patches(simulation: Simulation) -> list[tuple[Any, str, Any]]:
+def anyio_patches(simulation: Simulation) -> Patches:
     """Return what to replace in anyio's asyncio backend.
 
     Raises:
@@ -178,7 +178,7 @@ def _call_as_worker(
             vars(threadlocals).pop("current_cancel_scope", None)
 
 
-def socket_patches(simulation: Simulation) -> list[tuple[Any, str, Any]]:
+def socket_patches(simulation: Simulation) -> Patches:
     """Return what to replace in `socket`; the class makes simulated sockets inside a run."""
     here, cls = simulation.is_here, socket.socket
     make: Any = cls.__new__

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import final
+from typing import Any, TypeAlias, final
 
 from ._loop import SimLoop
 from ._network import Network
 from ._pools import PoolOp, PoolTable
 from ._threads import OpThreads
+
+Patches: TypeAlias = list[tuple[Any, str, Any]]  # modules or classes, names, and what goes there
 
 
 @final

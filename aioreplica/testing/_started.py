@@ -24,6 +24,7 @@ from ._forbidden import ForbiddenIO, refuse
 from ._participants import TaskList
 from ._pools import PoolOp
 from ._ready import Ready, SimSelector
+from ._simulation import Patches
 from ._streams import StreamLoop
 
 if TYPE_CHECKING:
@@ -266,7 +267,7 @@ class ThreadLoop(StreamLoop, ForbiddenIO, asyncio.SelectorEventLoop):
         self._selector.wake()
 
 
-def thread_patches(simulation: Simulation) -> list[tuple[Any, str, Any]]:
+def thread_patches(simulation: Simulation) -> Patches:
     """Return what to replace in `threading`, `queue` and asyncio."""
     thread, here = threading.Thread, simulation.is_here
     real_start, real_join, real_is_alive = thread.start, thread.join, thread.is_alive

@@ -5,6 +5,7 @@ from ._json import encode as encode
 from ._tree import LEAF_SPEC as LEAF_SPEC
 from ._tree import LEAF_TYPES as LEAF_TYPES
 from ._tree import Array as Array
+from ._tree import DType as DType
 from ._tree import Leaf as Leaf
 from ._tree import Tree as Tree
 from ._tree import TreeSpec as TreeSpec

@@ -28,6 +28,7 @@ PUBLIC = "aioreplica"
 OPAQUE = "aioreplica.opaque"
 
 Array: TypeAlias = npt.NDArray[Any]  # of any dtype
+DType: TypeAlias = np.dtype[Any]
 TreeSpec: TypeAlias = optree.PyTreeSpec
 Tree: TypeAlias = Any  # a nested structure has no static type
 

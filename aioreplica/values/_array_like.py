@@ -9,8 +9,10 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
+from ..tree import DType
 
-def is_floating(dtype: np.dtype[Any]) -> bool:
+
+def is_floating(dtype: DType) -> bool:
     """Tell whether a dtype is floating-point: bfloat16 too, for which NumPy has no kind."""
     return dtype.kind == "f" or dtype.name == "bfloat16"
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, final
 
 import numpy as np
 
-from ..tree import Array
+from ..tree import Array, DType
 
 _HALF = ("float16", "bfloat16")
 _BLOCK = 16 * 1024  # elements whose flat positions are held at a time
@@ -61,7 +61,7 @@ class IndexedSlices:
         object.__setattr__(self, "dense_shape", shape)
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> DType:
         """Dtype of the rows."""
         return self.values.dtype
 

@@ -27,6 +27,7 @@ from ..context import LOOP, CurrentStrategy
 from ..devices import running_loop
 from ..errors import ContextError
 from ..telemetry import Observers
+from ..tree import DType
 from ._step_gate import StepGate
 
 Components = tuple[npt.NDArray[Any], ...]
@@ -81,7 +82,7 @@ class Stored(Protocol):
         """Shape of the value."""
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> DType:
         """Dtype of the value."""
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ..context import CARRIER, CREATORS, OVERRIDES, PLACE, TRACE, CurrentStrategy, Place
 from ..devices import Publication, run_on_host
 from ..errors import ContextError
-from ..tree import Array
+from ..tree import Array, DType
 from ..typing import (
     AggregationName,
     SynchronizationName,
@@ -216,7 +216,7 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
         return self.components[0].shape
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> DType:
         """Dtype of the value."""
         return self.components[0].dtype
 
@@ -568,7 +568,7 @@ def _require_creation_allowed(place: Place) -> None:
         )
 
 
-def fitting_array(value: Any, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+def fitting_array(value: Any, name: str, shape: tuple[int, ...], dtype: DType) -> Array:
     """Return `value` in the shape and dtype of the variable called `name`.
 
     Raises:
