@@ -291,7 +291,7 @@ def parse_entries(data: bytes) -> dict[str, EntryRecord]:
     return {key: _entry(each) for key, each in json.loads(data).items()}
 
 
-def _lean(entry: EntryRecord, *, with_value: bool = True) -> dict[str, Any]:
+def _lean(entry: EntryRecord, *, with_value: bool = True) -> dict[str, object]:
     """Return the fields that do not have their defaults, and always a value."""
     found: dict[str, object] = {"kind": entry.kind}
     for name in _OPTIONAL:

@@ -37,7 +37,7 @@ _NAMES = frozenset({str, int})
 class Composite(Protocol):
     """An object that names its parts: a model."""
 
-    def checkpoint_entries(self) -> Mapping[tuple[Variable | None, str], Any]:
+    def checkpoint_entries(self) -> Mapping[tuple[Variable | None, str], object]:
         """Return variables, arrays and plain data, by the variable they belong to and a name."""
 
 
@@ -48,7 +48,7 @@ class Deferring(Protocol):
     def awaits_entry(self, owner: Variable | None, name: str) -> bool:
         """Tell whether `load_entries` has a use for a value of that name."""
 
-    def load_entries(self, entries: Mapping[tuple[Variable | None, str], Any]) -> None:
+    def load_entries(self, entries: Mapping[tuple[Variable | None, str], object]) -> None:
         """Take values of parts that are not variables, or not made yet. Must not fail."""
 
     def forget_entries(self, owner: Variable) -> None:
@@ -263,7 +263,7 @@ def _look_at_items(nodes: Iterable[object]) -> tuple[object, object]:
     return [*map(id, things)], things
 
 
-def _look_at_mapping(node: Mapping[Any, object]) -> tuple[object, object]:
+def _look_at_mapping(node: Mapping[object, object]) -> tuple[object, object]:
     things = [*node.values()]
     return [*node, *map(id, things)], things
 

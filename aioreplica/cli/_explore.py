@@ -42,7 +42,7 @@ def explore(
     The exit status is 1 if one does, with the error, the token and the schedule.
     """
     main = load(program)
-    left: Any = "ignore" if leaks == ["ignore"] else tuple(leaks or ())
+    left: object = "ignore" if leaks == ["ignore"] else tuple(leaks or ())
     try:
         if token:
             _replay(main, token, left)
@@ -59,7 +59,7 @@ def explore(
         raise typer.Exit(1)
 
 
-def load(program: str) -> Any:
+def load(program: str) -> object:
     """Import what `module:function` names, from the current folder too.
 
     Raises:
@@ -71,7 +71,7 @@ def load(program: str) -> Any:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        found: Any = importlib.import_module(module_name)
+        found: object = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise failed(f"Cannot import {module_name!r}: {error}.", 2) from None
     for name in path.split("."):

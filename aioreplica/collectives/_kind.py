@@ -52,7 +52,7 @@ def require_untraced(leaf: object, where: str) -> bool:
     return False
 
 
-def half_dtype(leaf: object) -> Any:
+def half_dtype(leaf: object) -> object:
     """Return the dtype of an array or IndexedSlices of half precision, None for any other leaf."""
     dtype = getattr(leaf, "dtype", None)
     if getattr(dtype, "itemsize", 0) != 2:

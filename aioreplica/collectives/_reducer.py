@@ -68,7 +68,7 @@ class Reducer:
         options: CommunicationOptions | None = None,
         members: Sequence[int] | None = None,
         signature: Signature = None,
-    ) -> list[Any] | Awaitable[list[Any]]:
+    ) -> list[object] | Awaitable[list[object]]:
         """Combine rows of leaves, one row per replica.
 
         Args:
@@ -115,7 +115,7 @@ class Reducer:
         options: CommunicationOptions | None = None,
         members: Sequence[int] | None = None,
         signature: Signature = None,
-    ) -> list[Any]:
+    ) -> list[object]:
         """Combine rows of leaves in the calling thread, whatever their size.
 
         For device threads, which wait for each other without the event loop. Bitwise the same as
@@ -162,7 +162,7 @@ class Reducer:
 
     async def _reduce_compressed(
         self, code: Compressed, op: ReduceOp, options: CommunicationOptions
-    ) -> list[Any]:
+    ) -> list[object]:
         try:
             [rows] = await run_together([code.encode])
             plan = ReductionPlan(op, rows, Layout(rows[0], options.bytes_per_pack), self._pool)
@@ -180,7 +180,7 @@ class Reducer:
         self._pool.clear()
 
 
-async def _run_in_threads(plan: ReductionPlan) -> list[Any]:
+async def _run_in_threads(plan: ReductionPlan) -> list[object]:
     """Run a plan off the event loop, on as many threads as are worth waking."""
     count = num_threads(plan.num_bytes, SUM_THREAD_BYTES)
     if count > 1:

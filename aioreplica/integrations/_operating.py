@@ -35,12 +35,12 @@ Given = Mapping[str, Any]  # Any: JSON, checked by each operation
 Operation = Callable[[OnlineLearner, Given], Awaitable[dict[str, Any]]]
 
 
-async def _pause(learner: OnlineLearner, _given: Given) -> dict[str, Any]:
+async def _pause(learner: OnlineLearner, _given: Given) -> dict[str, object]:
     await learner.pause()
     return {}
 
 
-async def _resume(learner: OnlineLearner, given: Given) -> dict[str, Any]:
+async def _resume(learner: OnlineLearner, given: Given) -> dict[str, object]:
     set_aside = given.get("set_aside", False)
     if not isinstance(set_aside, bool):
         raise TypeError(f"set_aside must be true or false, got {set_aside!r}.")
@@ -48,11 +48,11 @@ async def _resume(learner: OnlineLearner, given: Given) -> dict[str, Any]:
     return {}
 
 
-async def _checkpoint(learner: OnlineLearner, _given: Given) -> dict[str, Any]:
+async def _checkpoint(learner: OnlineLearner, _given: Given) -> dict[str, object]:
     return {"number": await learner.checkpoint()}
 
 
-async def _rollback(learner: OnlineLearner, given: Given) -> dict[str, Any]:
+async def _rollback(learner: OnlineLearner, given: Given) -> dict[str, object]:
     if "to" not in given:
         raise ValueError("to is missing: the number to go back to.")
     skip = given.get("skip", [])
@@ -61,7 +61,7 @@ async def _rollback(learner: OnlineLearner, given: Given) -> dict[str, Any]:
     return {"number": await learner.rollback(given["to"], skip)}
 
 
-async def _pin(learner: OnlineLearner, given: Given) -> dict[str, Any]:
+async def _pin(learner: OnlineLearner, given: Given) -> dict[str, object]:
     version = given.get("version")
     if version is not None and type(version) is not int:
         raise TypeError(f"version must be a number, got {version!r}.")
@@ -69,12 +69,12 @@ async def _pin(learner: OnlineLearner, given: Given) -> dict[str, Any]:
     return {}
 
 
-async def _unpin(learner: OnlineLearner, _given: Given) -> dict[str, Any]:
+async def _unpin(learner: OnlineLearner, _given: Given) -> dict[str, object]:
     await learner.unpin()
     return {}
 
 
-async def _retry(learner: OnlineLearner, given: Given) -> dict[str, Any]:
+async def _retry(learner: OnlineLearner, given: Given) -> dict[str, object]:
     taken: dict[str, int | None] = {}
     missing: list[int] = []
     for number in _numbers(given):
@@ -89,7 +89,7 @@ async def _retry(learner: OnlineLearner, given: Given) -> dict[str, Any]:
     return {"numbers": taken, "missing": missing}
 
 
-async def _discard(learner: OnlineLearner, given: Given) -> dict[str, Any]:
+async def _discard(learner: OnlineLearner, given: Given) -> dict[str, object]:
     missing: list[int] = []
     for number in _numbers(given):
         try:
@@ -151,7 +151,7 @@ async def show_example(learner: OnlineLearner, request: Request) -> Response:
     if "number" not in asked:
         raise refusal(422, "Say which example: ?number=7.")
     number = asked["number"]
-    found: dict[str, Any] = {"number": number, "state": "waiting"}
+    found: dict[str, object] = {"number": number, "state": "waiting"}
     try:
         ticket = await learner.ticket(number)
         if ticket.is_done:
@@ -184,7 +184,7 @@ async def list_letters(learner: OnlineLearner, request: Request) -> Response:
     return answer({"dead_letters": listed, "next": following if is_more else None})
 
 
-def _as_row(letter: DeadLetter) -> dict[str, Any]:
+def _as_row(letter: DeadLetter) -> dict[str, object]:
     """Return a dead letter as JSON has it."""
     return {
         "number": letter.number,

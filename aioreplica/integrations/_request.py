@@ -76,7 +76,7 @@ def as_json(body: object) -> str:  # Any: of what JSON has
         return json.dumps(map_leaves(_finite, body), allow_nan=False)
 
 
-def _finite(leaf: object) -> Any:
+def _finite(leaf: object) -> object:
     return None if isinstance(leaf, float) and not math.isfinite(leaf) else leaf
 
 
@@ -87,7 +87,7 @@ def answer(body: object, status: int = 200, headers: Mapping[str, str] | None = 
 
 def refusal(status: int, what: str, *reasons: tuple[str, str], **headers: str) -> HTTPException:
     """Return the exception that refuses a request; reasons say where in the body, and why."""
-    body: dict[str, Any] = {"error": what}
+    body: dict[str, object] = {"error": what}
     if reasons:
         body["reasons"] = [{"where": where, "what": why} for where, why in reasons]
     return HTTPException(status, body, {k.replace("_", "-"): v for k, v in headers.items()})
@@ -152,7 +152,7 @@ def check(request: Request, hosts: Sequence[str], token: str | None) -> None:
 # ---- bodies --------------------------------------------------------------------------------
 
 
-async def read_json(request: Request, limits: Limits) -> Any:  # Any: JSON
+async def read_json(request: Request, limits: Limits) -> object:
     """Read a body within limits, and parse it.
 
     Of a body that is refused some more is read and dropped, within bounds: a connection that is
@@ -211,7 +211,7 @@ def depth(body: bytes | bytearray) -> int:
     return int(np.where(opens, 1, -1).cumsum().max(initial=0))
 
 
-def parse(body: bytes | bytearray) -> Any:  # Any: JSON
+def parse(body: bytes | bytearray) -> object:
     """Parse JSON; infinities and NaN, which JSON has not, are refused with the place."""
     try:
         return json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
@@ -242,8 +242,8 @@ def only_field(found: Any, name: str) -> Any:  # Any: JSON
 
 
 def checked_examples(
-    given: object, spec: Callable[[Any], object], where: str, limits: Limits
-) -> list[Any]:
+    given: object, spec: Callable[[object], object], where: str, limits: Limits
+) -> list[object]:
     """Return examples as arrays; refuse all of them if one is wrong."""
     if not isinstance(given, list) or not given:
         raise refusal(422, f"{where} must be a list of at least one.")

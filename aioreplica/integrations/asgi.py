@@ -362,7 +362,7 @@ class OnlineService:
             raise _no_version(error) from error
         name, picked = ("prediction", 0) if is_single else ("predictions", slice(None))
         lists = map_leaves(lambda leaf: leaf.tolist(), found.part(picked))
-        learner, about = self._learner, dict[str, Any](version=found.version)
+        learner, about = self._learner, dict[str, object](version=found.version)
         if isinstance(learner, OnlineLearner) and learner.keeps_inputs:
             about |= ids(kept(learner, inputs, found.rows), is_single=is_single)
         return answer({**about, name: lists})
@@ -394,7 +394,7 @@ class OnlineService:
         except _NO_VERSION as error:
             raise _no_version(error) from error
 
-    def _valid_input(self, given: object) -> Any:
+    def _valid_input(self, given: object) -> object:
         found = self._input_spec(given)
         return found if self._validate is None else self._input_spec(self._validate(found))
 
@@ -404,7 +404,7 @@ class OnlineService:
             return found
         return {**found, "input": self._input_spec(self._validate(found["input"]))}
 
-    def _checked(self, given: object, spec: Callable[[Any], object], where: str) -> list[Any]:
+    def _checked(self, given: object, spec: Callable[[object], object], where: str) -> list[object]:
         return checked_examples(given, spec, where, self._limits)
 
     # ---- looking -------------------------------------------------------------------------------

@@ -86,10 +86,10 @@ class BlockRule(Protocol):
     def kernel(self) -> Kernel | None:
         """The rule for a compiler."""
 
-    def update_block(self, prepared: Any, block: Block, /) -> None:
+    def update_block(self, prepared: object, block: Block, /) -> None:
         """Fill in new values and slots."""
 
-    def kernel_numbers(self, prepared: Any, block: Block, /) -> tuple[float, ...]:
+    def kernel_numbers(self, prepared: object, block: Block, /) -> tuple[float, ...]:
         """Return the numbers of the kernel."""
 
 

@@ -102,7 +102,7 @@ class StepSettings:
             *self.slots.all(),
         )
 
-    def checkpoint_entries(self) -> dict[tuple[Variable | None, str], Any]:
+    def checkpoint_entries(self) -> dict[tuple[Variable | None, str], object]:
         """Return everything that is remembered, by the variable it belongs to and a name.
 
         What a checkpoint has brought and is not made yet is among it, as arrays.

@@ -178,7 +178,7 @@ def apply(
     gradients: Sequence[MergedGradient],
     global_step: Variable | None,
     norm: float | None,
-) -> tuple[StagedWrite, Any, Groups, Masters, list[Job]]:
+) -> tuple[StagedWrite, object, Groups, Masters, list[Job]]:
     """Call the hooks of the rule; what it computes is staged.
 
     Returns:
@@ -219,7 +219,7 @@ def begin_write(
     read: list[Variable],
     global_step: Variable | None,
     norm: float | None,
-) -> tuple[StagedWrite, object, list[Any]]:
+) -> tuple[StagedWrite, object, list[object]]:
     """Stage what a step writes besides variables and slots: counters, loss scale, norm.
 
     Args:
@@ -449,7 +449,7 @@ def _round(write: StagedWrite, gradient: MergedGradient, master: Variable) -> No
 
 def scale_after(
     optimizer: StepRule, gradients: Sequence[MergedGradient], *, is_finite: bool
-) -> dict[Variable, Any]:
+) -> dict[Variable, object]:
     """Return what becomes of the loss scale's variables after a step."""
     scaling = optimizer.settings.loss_scaling
     if scaling is None:
@@ -484,7 +484,7 @@ def _part_of(gradient: MergedGradient, member: int) -> object:
 
 def _prepared_for(
     optimizer: StepRule, variables: Sequence[Variable], iteration: int
-) -> tuple[object, list[Any]]:
+) -> tuple[object, list[object]]:
     """Call `prepare` once for every learning rate; return what it gave for the step and each."""
     settings = optimizer.settings
     rate = settings.learning_rate

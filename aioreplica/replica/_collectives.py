@@ -365,7 +365,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
         return result
 
     def _start(
-        self, collective: Collective, argument: Any, args: tuple[Any, ...], frame: FrameType
+        self, collective: Collective, argument: object, args: tuple[object, ...], frame: FrameType
     ) -> Handle:
         """Make a call that is carried out without being awaited."""
         waiter = self._waiter

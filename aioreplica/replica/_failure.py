@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 from ..errors import MergeMismatchError
 
@@ -103,7 +103,7 @@ class Failures:
                 )
 
 
-def error_of(ended: asyncio.Future[Any]) -> BaseException | None:
+def error_of(ended: asyncio.Future[object]) -> BaseException | None:
     """Return what a task ended with; its own CancelledError if it was cancelled."""
     try:
         return ended.exception()

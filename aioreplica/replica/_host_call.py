@@ -18,7 +18,7 @@ def call_on_host(
     args: tuple[object, ...],
     context: Context,
     name: str,
-) -> Any:
+) -> object:
     """Have the event loop run a plain or async function; return what it returns.
 
     Args:
@@ -110,7 +110,7 @@ class HostCall:
         """Return none: no replica is waited for."""
         return ()
 
-    def awaited(self) -> asyncio.Task[Any] | None:
+    def awaited(self) -> asyncio.Task[object] | None:
         """Return the task of an async function that has begun; None else."""
         return None if self._task is None else self._task.task
 

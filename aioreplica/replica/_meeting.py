@@ -387,7 +387,7 @@ def new_call(
     collective: Collective,
     argument: object,
     args: tuple[object, ...],
-    kwargs: dict[str, Any] | None,
+    kwargs: dict[str, object] | None,
     group: SyncGroup,
     position: int,
     sequence: int,
@@ -523,7 +523,7 @@ class Generation:
         if reading is not None:
             await reading.over()
 
-    def take(self, position: int) -> Any:
+    def take(self, position: int) -> object:
         """Take a member's part out, so that its memory is free as soon as the replica lets go.
 
         Raises:
@@ -537,7 +537,7 @@ class Generation:
             parts[position] = None
         return part
 
-    def look(self, position: int) -> Any:
+    def look(self, position: int) -> object:
         """Return a member's part, or raise what the merge raised; as often as wanted."""
         if self.error is not None:
             self.raise_error()

@@ -272,7 +272,7 @@ class MeetingPoint:
         return await awaitable
 
     def _merge_ended(
-        self, generation: Generation, pending: Pending, task: asyncio.Future[Any]
+        self, generation: Generation, pending: Pending, task: asyncio.Future[object]
     ) -> None:
         if not self.merging.pop(generation):
             pending.discard()

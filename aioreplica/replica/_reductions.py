@@ -121,7 +121,7 @@ def are_like(ours: Payload, theirs: Payload) -> bool:
 
 
 def payload_difference(
-    first: Call, call: Call, compare: Callable[[Any, Any], str | None]
+    first: Call, call: Call, compare: Callable[[object, object], str | None]
 ) -> str | None:
     """Say how structures or leaves differ, by the caller's measure; None if they do not."""
     leaves, spec, _ = first.args
@@ -252,8 +252,8 @@ class Reducing(Collective):
         self,
         calls: Sequence[Call],
         turn: Turn,
-        local: Awaitable[list[Any]],
-        halves: Mapping[int, Any],
+        local: Awaitable[list[object]],
+        halves: Mapping[int, object],
     ) -> Parts:
         found = await reduce_across(turn, calls[0].argument.op, await local, halves=halves)
         return self.hand_out_share(calls, found, turn)
@@ -276,11 +276,11 @@ class Reducing(Collective):
         return Pending(reduced, partial(self.hand_out, calls))
 
     @abstractmethod
-    def hand_out(self, calls: Sequence[Call], reduced: Sequence[Any]) -> Parts:
+    def hand_out(self, calls: Sequence[Call], reduced: Sequence[object]) -> Parts:
         """Return each replica's part of the reduced leaves."""
 
     @abstractmethod
-    def hand_out_share(self, calls: Sequence[Call], reduced: Sequence[Any], turn: Turn) -> Parts:
+    def hand_out_share(self, calls: Sequence[Call], reduced: Sequence[object], turn: Turn) -> Parts:
         """Return the parts of this worker's replicas, of leaves reduced over all workers."""
 
 

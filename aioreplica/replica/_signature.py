@@ -68,7 +68,7 @@ def function_text(fn: object) -> str:
     return f"{getattr(fn, '__module__', None)}.{name}{line}"
 
 
-def arguments_text(args: Sequence[object], kwargs: dict[str, Any] | None) -> str:
+def arguments_text(args: Sequence[object], kwargs: dict[str, object] | None) -> str:
     """Describe the arguments of a merge function: structures, constants and variables."""
     texts = [_argument_text(value) for value in args]
     texts += [f"{name}={_argument_text(value)}" for name, value in sorted((kwargs or {}).items())]

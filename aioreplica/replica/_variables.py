@@ -49,7 +49,7 @@ def update_variable(
     var: Variable,
     fn: Callable[..., object],
     args: Sequence[object],
-    kwargs: dict[str, Any] | None,
+    kwargs: dict[str, object] | None,
     group: bool,
 ) -> Merge:
     """Return the merge function and arguments that update a variable's components.

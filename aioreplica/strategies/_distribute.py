@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 from .._functions import is_async, require_finished, require_no_yield
 from ..collectives import no_data
@@ -37,7 +37,7 @@ class ValueContext:
     num_replicas_in_sync: int = 1
 
 
-def values_from_function(runtime: Runtime, value_fn: Callable[[ValueContext], object]) -> Any:
+def values_from_function(runtime: Runtime, value_fn: Callable[[ValueContext], object]) -> object:
     """Call a function once per replica of this process; return a PerReplica, or the plain value.
 
     Raises:

@@ -127,7 +127,7 @@ class Runtime:
         """Make the strategy's kind of variable."""
         return self._new_variable(self, value, options)
 
-    def view_of(self, members: tuple[int, ...]) -> Any:
+    def view_of(self, members: tuple[int, ...]) -> object:
         """Return what merge functions of some of the replicas get as their strategy.
 
         Args:

@@ -379,7 +379,7 @@ def chrome_json(timeline: Timeline) -> Iterator[bytes]:
     yield b"\n]}\n"
 
 
-def _chrome_events(timeline: Timeline, ids: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+def _chrome_events(timeline: Timeline, ids: Mapping[str, int]) -> Iterator[dict[str, object]]:
     pid = timeline.pid  # Any above: what JSON can be made of
     yield _named("process_name", pid, 0, name=timeline.worker)
     for track, tid in ids.items():
@@ -413,5 +413,5 @@ def _chrome_events(timeline: Timeline, ids: Mapping[str, int]) -> Iterator[dict[
         }  # fmt: skip
 
 
-def _named(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+def _named(kind: str, pid: int, tid: int, **args: object) -> dict[str, object]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}

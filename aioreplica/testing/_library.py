@@ -84,7 +84,7 @@ class LibraryWatch:
         waits = self._waits.get(participant.index)
         return waits[-1] if waits else None
 
-    def works_of(self, participant: SimTask | PoolOp) -> Sequence[Any]:
+    def works_of(self, participant: SimTask | PoolOp) -> Sequence[object]:
         """Return the tasks or ops of the run that a task waits for; empty if it does not."""
         runs = self._runs.get(participant.index)
         return runs[-1].works if runs else ()

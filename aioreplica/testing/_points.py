@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import PurePath
 from types import FrameType, GetSetDescriptorType
-from typing import Any, Final
+from typing import Final
 
 from ._forbidden import is_foreign, suspended_frames
 from ._pools import PoolOp
@@ -92,7 +92,7 @@ def own_frame(frames: list[FrameType]) -> FrameType | None:
     )
 
 
-def primitive_of(frames: list[FrameType]) -> tuple[str, Any] | None:
+def primitive_of(frames: list[FrameType]) -> tuple[str, object] | None:
     """Return the kind and object of the synchronisation primitive waited for, or None.
 
     The kind has the name of its package, such as "asyncio.Lock". Primitives are made of each
@@ -125,7 +125,7 @@ def name_in(frame: FrameType, wanted: object) -> str:
     return ""
 
 
-def attributes_in(value: object) -> dict[str, Any]:
+def attributes_in(value: object) -> dict[str, object]:
     """Return an object's own `__dict__`, or {}, without calling code of its class.
 
     A class may have a `__dict__`, `__class__` or `__getattr__` of its own, which raises: that of a

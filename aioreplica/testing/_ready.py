@@ -38,7 +38,7 @@ class SimSelector(ABC):
         self._network = network
         self.keys: dict[int, SelectorKey] = {}
 
-    def register(self, fd: Any, events: int, data: Any = None) -> SelectorKey:
+    def register(self, fd: object, events: int, data: object = None) -> SelectorKey:
         """Begin to watch a socket, or its number."""
         network = self._network
         fd = _number(fd)
@@ -50,11 +50,11 @@ class SimSelector(ABC):
         network.update(sock)
         return key
 
-    def modify(self, fd: Any, events: int, data: Any = None) -> SelectorKey:
+    def modify(self, fd: object, events: int, data: object = None) -> SelectorKey:
         """Watch it for something else."""
         return self.register(fd, events, data)
 
-    def unregister(self, fd: Any) -> SelectorKey:
+    def unregister(self, fd: object) -> SelectorKey:
         """Watch it no longer; KeyError if it is not watched."""
         fd = _number(fd)
         key = self.keys.pop(fd)
@@ -64,7 +64,7 @@ class SimSelector(ABC):
             self._network.update(sock)
         return key
 
-    def get_key(self, fd: Any) -> SelectorKey:
+    def get_key(self, fd: object) -> SelectorKey:
         """Return what is registered; KeyError if nothing is."""
         return self.keys[_number(fd)]
 

@@ -10,7 +10,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Final, final
 
 from ..context import REGISTRY
 from ._repro import Program, save_scripts
@@ -192,7 +192,7 @@ class Report:
 
     if not TYPE_CHECKING:  # which would take any name for an attribute
 
-        def __getattribute__(self, name: str) -> Any:
+        def __getattribute__(self, name: str) -> object:
             if name in TELLING:
                 unread = object.__getattribute__(self, "_unread")
                 if unread is not None:

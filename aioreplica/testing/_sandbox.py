@@ -390,7 +390,7 @@ def _rules_in_numpy() -> object:
     return FusedRules(is_on=False)
 
 
-def process_starters() -> list[tuple[Any, str]]:
+def process_starters() -> list[tuple[object, str]]:
     """Return what starts processes, besides `subprocess`: where it is, and its name."""
     owners = [os, sys.modules.get("_posixsubprocess")]  # the latter serves multiprocessing
     names = ("fork", "forkpty", "system", "posix_spawn", "posix_spawnp", "fork_exec")
@@ -529,7 +529,7 @@ class OrderedSet(set[Any]):
         self._order = tuple(dict.fromkeys(members))
         super().__init__(self._order)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         inside = super().__contains__
         known = set(self._order)
         yield from [each for each in self._order if inside(each)]

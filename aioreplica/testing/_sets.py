@@ -106,11 +106,11 @@ def _referent(member: Any) -> object:
 
 
 def _hashes_by_address(cls: type) -> bool:
-    real: Any = object.__hash__
+    real: object = object.__hash__
     return cls.__hash__ is real and cls is not type
 
 
-def _sets_in(variables: dict[str, Any]) -> Iterator[tuple[str, object]]:
+def _sets_in(variables: dict[str, object]) -> Iterator[tuple[str, object]]:
     """Yield the sets among some variables, and in the attributes of what they hold, with names."""
     todo = [(name, value, 0) for name, value in variables.items()]
     seen: set[int] = set()

@@ -78,7 +78,7 @@ class SocketSettings(socket.socket):
         """Return True if calls may block."""
         return self.timeout_s != 0
 
-    def setsockopt(self, level: int, name: int, value: Any, *rest: Any) -> None:
+    def setsockopt(self, level: int, name: int, value: object, *rest: object) -> None:
         """Keep an option, which changes nothing here."""
         self._check_open()
         self.options[level, name] = value
@@ -289,7 +289,7 @@ class SimSocket(SocketSettings):
         view[: len(data)] = data
         return len(data)
 
-    def recvfrom(self, size: int, flags: int = 0) -> tuple[bytes, Any]:
+    def recvfrom(self, size: int, flags: int = 0) -> tuple[bytes, object]:
         """Return a datagram and who has sent it."""
         self._check_open()
         if not self.is_datagram:
@@ -349,12 +349,12 @@ class SimSocket(SocketSettings):
             self.end_sent = self.end_arrived = True
             self.network.update(self)
 
-    def getsockname(self) -> Any:
+    def getsockname(self) -> object:
         """Return its own address."""
         self._check_open()
         return self.address
 
-    def getpeername(self) -> Any:
+    def getpeername(self) -> object:
         """Return the other end's address."""
         self._check_open()
         if self.peer_address is None or self.state == CONNECTING:

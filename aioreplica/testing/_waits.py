@@ -292,7 +292,7 @@ class Owners:
             setattr(cls, name, real)
         self._undo.clear()
 
-    def holders(self, primitive: object) -> list[Any]:
+    def holders(self, primitive: object) -> list[object]:
         """Return the tasks that hold a lock, or permits of a semaphore."""
         return list(self._holders.get(primitive, ()))
 

@@ -136,7 +136,7 @@ def _read_one(place: Place, what: str, leaf: object) -> object:
 # ---- back ------------------------------------------------------------------------------------
 
 
-def regroup_results(results: Sequence[object], devices: Sequence[str] | None = None) -> Any:
+def regroup_results(results: Sequence[object], devices: Sequence[str] | None = None) -> object:
     """Combine what the replicas returned: None stays None, variables stay, the rest PerReplica.
 
     Where structures differ, the subtrees become one PerReplica.
@@ -175,7 +175,7 @@ def _regroup_result_leaf(column: tuple[object, ...], devices: Sequence[str] | No
     return new_per_replica(column, devices)
 
 
-def merged_column(column: Sequence[object], devices: Sequence[str] | None = None) -> Any:
+def merged_column(column: Sequence[object], devices: Sequence[str] | None = None) -> object:
     """Regroup one argument of a merge function, checked before to have one structure."""
     if type(column[0]) in _FAST_TYPES and len(set(map(type, column))) == 1:
         return new_per_replica(tuple(column), devices)

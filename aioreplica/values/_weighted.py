@@ -56,7 +56,7 @@ register_node(
 )
 
 
-def flatten_summands(tree: object) -> tuple[list[Any], TreeSpec]:
+def flatten_summands(tree: object) -> tuple[list[object], TreeSpec]:
     """Do what `tree.flatten` does for a reduction: totals of weight 0 contribute zeros.
 
     Example:
