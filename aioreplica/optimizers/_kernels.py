@@ -12,9 +12,13 @@ is kept on disk until this file changes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
+
+from ..tree import Array
+
+Numbers: TypeAlias = tuple[float, ...]
 
 CHUNK = 1024
 """Elements that are gathered at a time: 4 KiB of float32. With 4096 it takes as long."""
@@ -47,7 +51,7 @@ class Kernel(NamedTuple):
         return (without_slots, with_slot, with_slots)[self.num_slots]
 
 
-def gather(room: Any, begin: int, first: Any, second: Any, how: Any) -> bool:
+def gather(room: Array, begin: int, first: Array, second: Array, how: Numbers) -> bool:
     """Make elements of a gradient from two parts, from `begin` on, as many as there is room.
 
     Args:
@@ -98,7 +102,7 @@ def gather(room: Any, begin: int, first: Any, second: Any, how: Any) -> bool:
 
 
 def without_slots(
-    first: object, second: object, how: Any, value: Any, new: Any, numbers: object
+    first: Array, second: Array, how: Numbers, value: Array, new: Array, numbers: Numbers
 ) -> int:
     """Run a rule that keeps nothing."""
     room = np.empty(min(CHUNK, value.size), value.dtype)
@@ -117,14 +121,14 @@ def without_slots(
 
 
 def with_slot(
-    first: object,
-    second: object,
-    how: Any,
-    value: Any,
-    slot: Any,
-    new: Any,
-    new_slot: Any,
-    numbers: Any,
+    first: Array,
+    second: Array,
+    how: Numbers,
+    value: Array,
+    slot: Array,
+    new: Array,
+    new_slot: Array,
+    numbers: Numbers,
 ) -> int:
     """Run a rule that keeps one slot."""
     room = np.empty(min(CHUNK, value.size), value.dtype)
@@ -144,16 +148,16 @@ def with_slot(
 
 
 def with_slots(
-    first: object,
-    second: object,
-    how: Any,
-    value: Any,
-    slot: Any,
-    other: Any,
-    new: Any,
-    new_slot: Any,
-    new_other: Any,
-    numbers: Any,
+    first: Array,
+    second: Array,
+    how: Numbers,
+    value: Array,
+    slot: Array,
+    other: Array,
+    new: Array,
+    new_slot: Array,
+    new_other: Array,
+    numbers: Numbers,
 ) -> int:
     """Run a rule that keeps two slots."""
     room = np.empty(min(CHUNK, value.size), value.dtype)
@@ -173,26 +177,32 @@ def with_slots(
     return found
 
 
-def descend(slope: object, old: object, numbers: Any) -> Any:
+def descend(slope: float, old: float, numbers: Numbers) -> float:
     """SGD without momentum."""
     return old - slope * numbers[0]
 
 
-def descend_with_momentum(slope: object, old: object, total: Any, numbers: Any) -> Any:
+def descend_with_momentum(
+    slope: float, old: float, total: float, numbers: Numbers
+) -> tuple[float, float]:
     """SGD along a decaying sum of gradients."""
     momentum, rate = numbers
     direction = total * momentum + slope
     return old - direction * rate, direction
 
 
-def descend_with_nesterov(slope: object, old: object, total: Any, numbers: Any) -> Any:
+def descend_with_nesterov(
+    slope: float, old: float, total: float, numbers: Numbers
+) -> tuple[float, float]:
     """SGD along the sum as it will be one step on."""
     momentum, rate = numbers
     direction = total * momentum + slope
     return old - (direction * momentum + slope) * rate, direction
 
 
-def adapt(slope: object, old: object, m: object, v: object, numbers: Any) -> Any:
+def adapt(
+    slope: float, old: float, m: float, v: float, numbers: Numbers
+) -> tuple[float, float, float]:
     """Adam and AdamW."""
     beta_1, share_1, beta_2, share_2, epsilon, size, kept = numbers
     mean = m * beta_1 + slope * share_1
@@ -200,14 +210,14 @@ def adapt(slope: object, old: object, m: object, v: object, numbers: Any) -> Any
     return old * kept - mean / (np.sqrt(square) + epsilon) * size, mean, square
 
 
-def accumulate(slope: Any, old: object, total: Any, numbers: Any) -> Any:
+def accumulate(slope: float, old: float, total: float, numbers: Numbers) -> tuple[float, float]:
     """Adagrad."""
     epsilon, rate = numbers
     square = total + slope * slope
     return old - slope / np.sqrt(square + epsilon) * rate, square
 
 
-def divide_by_root(slope: object, old: object, rms: object, numbers: Any) -> Any:
+def divide_by_root(slope: float, old: float, rms: float, numbers: Numbers) -> tuple[float, float]:
     """RMSprop, neither centered nor with momentum."""
     rho, share, epsilon, rate = numbers
     square = rms * rho + slope * share * slope
@@ -215,8 +225,8 @@ def divide_by_root(slope: object, old: object, rms: object, numbers: Any) -> Any
 
 
 def divide_by_root_with_momentum(
-    slope: object, old: object, rms: object, total: Any, numbers: Any
-) -> Any:
+    slope: float, old: float, rms: float, total: float, numbers: Numbers
+) -> tuple[float, float, float]:
     """RMSprop with momentum, not centered."""
     rho, share, epsilon, momentum, rate = numbers
     square = rms * rho + slope * share * slope

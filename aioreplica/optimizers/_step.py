@@ -222,6 +222,8 @@ def begin_write(
 ) -> tuple[StagedWrite, object, list[object]]:
     """Stage what a step writes besides variables and slots: counters, loss scale, norm.
 
+    Calls `prepare` once for every learning rate.
+
     Args:
         optimizer: Whose step it is.
         gradients: One for each variable.
@@ -250,8 +252,17 @@ def begin_write(
         write.compute((global_step,), _counted)
     if settings.norm is not None and norm is not None:
         write.replace(settings.norm, norm)
-    variables = [gradient.variable for gradient in gradients]
-    return write, *_prepared_for(optimizer, variables, iteration)
+    rate = settings.learning_rate
+    if type(rate) is not float:
+        rate = learning_rate_at(rate, iteration)
+    made = {rate: optimizer.prepare(rate, iteration)}
+    if settings.multiplier_of is None:
+        return write, made[rate], [made[rate]] * len(gradients)
+    rates = [rate * settings.multiplier_of(gradient.variable) for gradient in gradients]
+    for each in rates:
+        if each not in made:
+            made[each] = optimizer.prepare(each, iteration)
+    return write, made[rate], [made[each] for each in rates]
 
 
 def publish(
@@ -480,24 +491,6 @@ def _part_of(gradient: MergedGradient, member: int) -> object:
     if isinstance(part, IndexedSlices):
         return IndexedSlices(part.values[:0], part.indices[:0], part.dense_shape)
     return np.broadcast_to(np.zeros((), part.dtype), part.shape)
-
-
-def _prepared_for(
-    optimizer: StepRule, variables: Sequence[Variable], iteration: int
-) -> tuple[object, list[object]]:
-    """Call `prepare` once for every learning rate; return what it gave for the step and each."""
-    settings = optimizer.settings
-    rate = settings.learning_rate
-    if type(rate) is not float:
-        rate = learning_rate_at(rate, iteration)
-    made = {rate: optimizer.prepare(rate, iteration)}
-    if settings.multiplier_of is None:
-        return made[rate], [made[rate]] * len(variables)
-    rates = [rate * settings.multiplier_of(variable) for variable in variables]
-    for each in rates:
-        if each not in made:
-            made[each] = optimizer.prepare(each, iteration)
-    return made[rate], [made[each] for each in rates]
 
 
 def _jobs_of_blocks(

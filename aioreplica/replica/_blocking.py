@@ -17,6 +17,7 @@ from ..collectives import CommunicationOptions
 from ..context import PLACE, CurrentReplica, Place
 from ..devices import follow_others, served_streams, synchronise_lane
 from ..errors import ContextError
+from ..tree import Tree
 from ..typing import OpName, ReduceOp
 from ..values import Variable
 from ._collectives import Collectives, group_of
@@ -54,18 +55,18 @@ class BlockingCollectives(Collectives):
         def merge_call(
             self,
             merge_fn: Callable[..., Any],
-            args: Sequence[Any] = (),
-            kwargs: dict[str, Any] | None = None,
-        ) -> Any: ...
+            args: Sequence[Tree] = (),
+            kwargs: dict[str, Tree] | None = None,
+        ) -> Tree: ...
         def all_reduce(
-            self, op: ReduceOp | OpName, value: Any, options: CommunicationOptions | None = None
-        ) -> Any: ...
-        def reduce_scatter(self, op: ReduceOp | OpName, value: Any, axis: int = 0) -> Any: ...
+            self, op: ReduceOp | OpName, value: Tree, options: CommunicationOptions | None = None
+        ) -> Tree: ...
+        def reduce_scatter(self, op: ReduceOp | OpName, value: Tree, axis: int = 0) -> Tree: ...
         def all_gather(
-            self, value: Any, axis: int, options: CommunicationOptions | None = None
-        ) -> Any: ...
-        def all_to_all(self, value: Any, axis: int = 0) -> Any: ...
-        def broadcast(self, value: Any, source: int = 0) -> Any: ...
+            self, value: Tree, axis: int, options: CommunicationOptions | None = None
+        ) -> Tree: ...
+        def all_to_all(self, value: Tree, axis: int = 0) -> Tree: ...
+        def broadcast(self, value: Tree, source: int = 0) -> Tree: ...
         def barrier(self) -> None: ...  # type: ignore[override]
         def any(self, flag: Any) -> bool: ...  # type: ignore[override]
         def all(self, flag: Any) -> bool: ...  # type: ignore[override]
@@ -174,7 +175,7 @@ class BlockingContext(BlockingCollectives):
         var: Variable,
         fn: Callable[..., Any],
         args: Sequence[object] = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: dict[str, Tree] | None = None,
         group: bool = True,
     ) -> Any:
         """Run replica 0's `fn(var, *args)` once per component, on the event loop.

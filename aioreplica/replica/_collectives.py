@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 
 from ..collectives import CommunicationOptions, require_axis, require_options
 from ..context import PLACE
-from ..tree import Array
+from ..tree import Array, Tree
 from ..typing import OpName, ReduceOp
 from ..values import PerReplica, Variable
 from ._decisions import AGREE, ALL, ANY, BARRIER
@@ -84,9 +84,9 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
     def merge_call(
         self,
         merge_fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Coroutine[object, None, Any]:
+        args: Sequence[Tree] = (),
+        kwargs: dict[str, Tree] | None = None,
+    ) -> Coroutine[object, None, Tree]:
         """Gather every replica's arguments, run `merge_fn` once over them, return my part.
 
         Args:
@@ -136,8 +136,8 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
     @overload
     def all_reduce(self, op: Op, value: T, options: Options = ...) -> Awaited[T]: ...
     def all_reduce(
-        self, op: ReduceOp | OpName, value: Any, options: CommunicationOptions | None = None
-    ) -> Coroutine[object, None, Any]:
+        self, op: ReduceOp | OpName, value: Tree, options: CommunicationOptions | None = None
+    ) -> Coroutine[object, None, Tree]:
         """Combine a value over all replicas; every replica gets the result.
 
         Args:
@@ -167,7 +167,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
         return self._call(ALL_REDUCE, argument, args, None, frame)
 
     def start_all_reduce(
-        self, op: ReduceOp | OpName, value: Any, options: CommunicationOptions | None = None
+        self, op: ReduceOp | OpName, value: Tree, options: CommunicationOptions | None = None
     ) -> Handle:
         """Start an all_reduce without waiting; `await` the handle for its result.
 
@@ -204,8 +204,8 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
     @overload
     def reduce_scatter(self, op: Op, value: T, axis: int = ...) -> Awaited[T]: ...
     def reduce_scatter(
-        self, op: ReduceOp | OpName, value: Any, axis: int = 0
-    ) -> Coroutine[object, None, Any]:
+        self, op: ReduceOp | OpName, value: Tree, axis: int = 0
+    ) -> Coroutine[object, None, Tree]:
         """Combine a value over all replicas; every replica gets its part along `axis`.
 
         Args:
@@ -235,8 +235,8 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
     @overload
     def all_gather(self, value: T, axis: int, options: Options = ...) -> Awaited[T]: ...
     def all_gather(
-        self, value: Any, axis: int, options: CommunicationOptions | None = None
-    ) -> Coroutine[object, None, Any]:
+        self, value: Tree, axis: int, options: CommunicationOptions | None = None
+    ) -> Coroutine[object, None, Tree]:
         """Join a value of all replicas along `axis`, in replica order.
 
         Args:
@@ -263,7 +263,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
     def all_to_all(self, value: PerReplica[T], axis: int = ...) -> Awaited[T]: ...
     @overload
     def all_to_all(self, value: T, axis: int = ...) -> Awaited[T]: ...
-    def all_to_all(self, value: Any, axis: int = 0) -> Coroutine[object, None, Any]:
+    def all_to_all(self, value: Tree, axis: int = 0) -> Coroutine[object, None, Tree]:
         """Cut every replica's value along `axis`, give the i-th piece of each to replica i.
 
         Args:
@@ -289,7 +289,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
     def broadcast(self, value: PerReplica[T], source: int = ...) -> Awaited[T]: ...
     @overload
     def broadcast(self, value: T, source: int = ...) -> Awaited[T]: ...
-    def broadcast(self, value: Any, source: int = 0) -> Coroutine[object, None, Any]:
+    def broadcast(self, value: Tree, source: int = 0) -> Coroutine[object, None, Tree]:
         """Give every replica the value of one of them; the others' values are ignored.
 
         Args:
@@ -339,9 +339,9 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
         collective: Collective,
         argument: Any,
         args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
+        kwargs: dict[str, Tree] | None,
         frame: FrameType | CallSite,
-    ) -> Coroutine[object, None, Any]:
+    ) -> Coroutine[object, None, Tree]:
         """Make a call: number it and hand it to the waiter.
 
         What a waiter gives that blocks is the result, and no coroutine.
@@ -358,7 +358,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
         tell = waiter.point.observers.call_made
         if tell is not None:
             tell(call)
-        result: Coroutine[object, None, Any] = waiter.meet(call)
+        result: Coroutine[object, None, Tree] = waiter.meet(call)
         unawaited = waiter.unawaited
         if unawaited is not None:
             unawaited[call] = result

@@ -14,6 +14,7 @@ import numpy as np
 from .._functions import YIELDS, is_async, require_no_yield
 from ..context import PLACE, CurrentStrategy
 from ..devices import HOST, CompletionQueue, Device, Lane, Op, OpTracker, lane_table, require_loop
+from ..tree import Tree
 from ..values import Variable
 from ._blocking import BlockingContext
 from ._collectives import Collectives, group_of
@@ -127,9 +128,9 @@ class ReplicaContext(Collectives):
         var: Variable,
         fn: Callable[..., Any],
         args: Sequence[object] = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: dict[str, Tree] | None = None,
         group: bool = True,
-    ) -> Coroutine[object, None, Any]:
+    ) -> Coroutine[object, None, Tree]:
         """Run replica 0's `fn(var, *args)` once per component, each with its replica's arguments.
 
         A collective. Different arguments put a mirrored variable out of sync. All components are
@@ -188,7 +189,7 @@ class ReplicaContext(Collectives):
         )
         return own
 
-    def receive(self, from_: int, tag: Hashable = None) -> Coroutine[object, None, Any]:
+    def receive(self, from_: int, tag: Hashable = None) -> Coroutine[object, None, Tree]:
         """Take the next value that another replica sends with `send`; waits until there is one.
 
         Args:
@@ -399,13 +400,13 @@ class RunningReplica:
 
     def meet(
         self, collective: Collective, argument: object, args: tuple[object, ...], frame: FrameType
-    ) -> Coroutine[object, None, Any]:
+    ) -> Coroutine[object, None, Tree]:
         """Make a call among all replicas, called at `frame`."""
         return self.context._call(collective, argument, args, None, frame)
 
     def meet_as(
         self, name: str, merge_fn: Callable[..., object], args: tuple[object, ...], frame: FrameType
-    ) -> Coroutine[object, None, Any]:
+    ) -> Coroutine[object, None, Tree]:
         """Do a merge_call that tables show as `name`, called at `frame`."""
         return self.meet(merge_call_named(name), merge_fn, args, frame)
 

@@ -13,6 +13,7 @@ from ..context import BESIDE, CREATORS, PLACE
 from ..devices import Device, list_devices, require_device
 from ..errors import ContextError
 from ..replica import RunningReplica, update_variable
+from ..tree import Tree
 from ..typing import OpName, ReduceOp
 from ..values import (
     DistributedValues,
@@ -117,7 +118,7 @@ class Extended:
     async def reduce_to(
         self,
         op: ReduceOp | OpName,
-        value: Any,
+        value: Tree,
         destinations: object,
         options: CommunicationOptions | None = None,
     ) -> Any:
@@ -188,7 +189,7 @@ class Extended:
                 )
         return await reduce_pairs(self._replicas, op, pairs, what, options)
 
-    async def broadcast_to(self, x: Any, destinations: object) -> Any:
+    async def broadcast_to(self, x: Tree, destinations: object) -> Any:
         """Put one value where a destination lives.
 
         Args:
@@ -217,10 +218,10 @@ class Extended:
         self,
         var: Variable,
         fn: Callable[..., object],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Sequence[Tree] = (),
+        kwargs: dict[str, Tree] | None = None,
         group: bool = True,
-    ) -> Coroutine[object, None, Any]:
+    ) -> Coroutine[object, None, Tree]:
         """Run `fn(var, *args)` once per component, where reads and assigns act on that component.
 
         All components are computed first and swapped in together at the end. If `fn` awaits and
@@ -260,8 +261,8 @@ class Extended:
         self,
         devices: Sequence[Device | str] | Device | str,
         fn: Callable[..., object],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Sequence[Tree] = (),
+        kwargs: dict[str, Tree] | None = None,
         group: bool = True,
     ) -> Any:
         """Run `fn(*args)` once per device, where reads and assigns act on that device's components.

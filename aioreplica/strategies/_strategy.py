@@ -13,6 +13,7 @@ import numpy as np
 from ..collectives import CommunicationOptions, require_options
 from ..devices import Device
 from ..telemetry import EventLog, Observers, Recorder, ReplicaWait, UsageCounters
+from ..tree import Tree
 from ..typing import OpName, ReduceOp
 from ..values import PerReplica, Snapshot, Variable, VariableOptions, take_snapshot, wait_error
 from ._combine import Axis, gather_tree, local_results, reduce_tree
@@ -101,8 +102,8 @@ class Strategy:
     async def run(
         self,
         fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Sequence[Tree] = (),
+        kwargs: dict[str, Tree] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
         """Run `fn` once per replica, all at once, and return the regrouped results.
@@ -221,7 +222,7 @@ class Strategy:
 
     # ---- combining -----------------------------------------------------------------------
 
-    async def reduce(self, op: ReduceOp | OpName, value: Any, axis: Axis = None) -> Any:
+    async def reduce(self, op: ReduceOp | OpName, value: Tree, axis: Axis = None) -> Any:
         """Reduce values over replicas, and over `axis` of each component too.
 
         Args:
@@ -250,7 +251,7 @@ class Strategy:
         runtime.open()
         return await reduce_tree(Replicas(runtime), ReduceOp.parse(op), value, axis)
 
-    async def gather(self, value: Any, axis: int) -> Any:
+    async def gather(self, value: Tree, axis: int) -> Any:
         """Join the components of distributed values along `axis`, in replica order.
 
         Raises:
@@ -263,7 +264,7 @@ class Strategy:
         runtime.open()
         return await gather_tree(Replicas(runtime), value, axis)
 
-    def local_results(self, value: Any) -> tuple[Any, ...]:
+    def local_results(self, value: Tree) -> tuple[Any, ...]:
         """Return one entry per replica, selected through pytrees.
 
         A value without distributed leaves gives `(value,)`.
