@@ -25,8 +25,6 @@ from ._kind import pieces as pieces
 from ._kind import reduce_slices as reduce_slices
 from ._kind import require_dense as require_dense
 from ._kind import share as share
-from ._options import CommunicationOptions as CommunicationOptions
-from ._options import require_options as require_options
 from ._plain_tree import broadcast_tree as broadcast_tree
 from ._plain_tree import packed_tree as packed_tree
 from ._plan import BufferPool as BufferPool
@@ -44,7 +42,9 @@ from ._reduce import reduce_over_axis as reduce_over_axis
 from ._reduce import require_axis as require_axis
 from ._reduce import require_reducible as require_reducible
 from ._reducer import INLINE_SUM_BYTES as INLINE_SUM_BYTES
+from ._reducer import CommunicationOptions as CommunicationOptions
 from ._reducer import Reducer as Reducer
+from ._reducer import require_options as require_options
 from ._scattered import Dealt as Dealt
 from ._scattered import gather_parts as gather_parts
 from ._scattered import scatter_across as scatter_across

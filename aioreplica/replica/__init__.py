@@ -27,6 +27,7 @@ from ._meeting import Pending as Pending
 from ._meeting import SyncGroup as SyncGroup
 from ._meeting import collective_named as collective_named
 from ._meeting_point import MeetingPoint as MeetingPoint
+from ._merge_call import update_variable as update_variable
 from ._messages import SEND_BOUND as SEND_BOUND
 from ._process_context import ProcessContext as ProcessContext
 from ._random import random_stream as random_stream
@@ -43,7 +44,6 @@ from ._signature import joined_text as joined_text
 from ._signature import payload_signature as payload_signature
 from ._signature import summand_text as summand_text
 from ._stall import QuietWatch as QuietWatch
-from ._variables import update_variable as update_variable
 
 __all__ = [
     "BlockingCollectives",

@@ -26,10 +26,9 @@ from ._errors import blocking_misuse_error
 from ._group import ReplicaGroup
 from ._host_call import call_on_host
 from ._meeting import CallSite, Collective, new_call
-from ._merge_call import merge_call_named
+from ._merge_call import create_variable, merge_call_named, update_variable
 from ._replica import Replica
 from ._sending import receive, send
-from ._variables import create_variable, update_variable
 
 T = TypeVar("T")
 KEPT_CALLS = 4  # gradient calls that may be under way inside each other

@@ -22,12 +22,11 @@ from ._errors import misuse_error
 from ._group import ReplicaGroup
 from ._meeting import Call, Collective, new_call
 from ._meeting_point import TaskWaiter
-from ._merge_call import merge_call_named
+from ._merge_call import create_variable, merge_call_named, update_variable
 from ._process_context import ProcessContext
 from ._random import random_stream
 from ._replica import Replica
 from ._sending import receive, send
-from ._variables import create_variable, update_variable
 
 _RUNS_NOTHING = inspect.CO_COROUTINE | YIELDS  # when it is called
 P = ParamSpec("P")
