@@ -94,6 +94,33 @@ async def test_what_is_read_is_what_numpy_would_give(num_workers: int) -> None:
     await on_workers(num_workers, 2, program)
 
 
+async def test_a_merge_function_reads_and_a_plain_step_is_refused() -> None:
+    async def program(strategy: ar.Strategy) -> Any:
+        w = table(strategy, name="w")
+
+        async def merge(_strategy: object) -> Any:
+            return (await w.read(-1)).tolist()
+
+        async def step() -> Any:
+            ctx = ar.get_replica_context()
+            assert ctx is not None
+            return await ctx.merge_call(merge)
+
+        def plain() -> None:
+            with pytest.raises(ContextError, match="read was called in a plain function"):
+                w.read()
+
+        async def forgets() -> None:
+            w.read(0)
+
+        await strategy.run(plain)
+        with pytest.raises(ContextError, match="A call was never awaited"):
+            await strategy.run(forgets)
+        return strategy.local_results(await strategy.run(step))
+
+    assert await on_workers(2, 2, program) == [(WHOLE[-1].tolist(),) * 2] * 2
+
+
 async def test_only_what_is_read_travels() -> None:
     sent: list[int] = []
 
