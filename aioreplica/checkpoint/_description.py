@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from ..tree import decode
-from ._format import Manifest
+from ._format import EntryRecord, Manifest
 from ._reading import look_at
 from ._storage import Storage
 
@@ -87,4 +87,9 @@ def plain_value(storage: Storage, step: int, key: str) -> Any:  # Any: whatever 
     """
     manifest = look_at(storage, step).manifest
     record = None if manifest is None else manifest.entries.get(key)
-    return None if record is None else decode(record.value, [None] * len(record.tensors))
+    return None if record is None else plain_data(record)
+
+
+def plain_data(record: EntryRecord) -> Any:  # Any: whatever was saved
+    """Return the plain data of an entry; arrays in it are None."""
+    return decode(record.value, [None] * len(record.tensors))

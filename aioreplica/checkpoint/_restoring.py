@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial as bound
@@ -28,7 +28,7 @@ from ._reading import (
     read_tensors,
 )
 from ._retry import new_stop
-from ._state import Deferring, Entry, State, dtype_name, read_state
+from ._state import Deferring, DescribedState, Entry, State, dtype_name, read_state
 from ._storage import Storage
 
 Arrays = Mapping[str, Sequence[Array]]
@@ -111,13 +111,17 @@ def _nothing_left(
 async def _restore_from(
     storage: Storage, manifest: Manifest, state: object, *, is_partial: bool
 ) -> Plan:
-    plan = make_plan(read_state(state), manifest, partial=is_partial)
+    added: Collection[str] = ()
+    if isinstance(state, DescribedState) and state.adapt is not None:
+        manifest, added = state.adapt(manifest)
+    plan = make_plan(read_state(state), manifest, partial=is_partial, added=added)
     ranges = plan.ranges()
     read = bound(read_tensors, storage, manifest, plan.keys, ranges)
     arrays = await (read_parts(plan, manifest.step, read) if ranges else read())
     async with between_steps(read_state(state).gates):
         now = read_state(state)
-        plan = make_plan(now, manifest, partial=is_partial)  # steps may have made slots
+        # Steps may have made slots meanwhile.
+        plan = make_plan(now, manifest, partial=is_partial, added=added)
         if any(ranges.get(key, part) != part for key, part in plan.ranges().items()):
             raise ContextError(
                 f"The workers have changed while step {manifest.step} was restored, and with them "
@@ -191,14 +195,39 @@ class Plan:
         return found
 
 
-def make_plan(state: State, manifest: Manifest, *, partial: bool) -> Plan:
+def relabelled(manifest: Manifest, now: Callable[[str], str | None]) -> Manifest:
+    """Return a manifest whose entries have other keys, and slots those of their variables.
+
+    Args:
+        manifest: The manifest.
+        now: Gives the other key, None to leave an entry out.
+    """
+    entries: dict[str, EntryRecord] = {}
+    for key, record in manifest.entries.items():
+        owner = now(record.owner) if record.owner else ""
+        made_by = now(record.object) if record.object else ""
+        own = f"{made_by}/slots/{owner}/{record.part}" if record.owner else now(key)
+        if own is not None and owner is not None and made_by is not None:
+            entries[own] = replace(record, owner=owner, object=made_by)
+    return replace(manifest, entries=entries)
+
+
+def make_plan(
+    state: State, manifest: Manifest, *, partial: bool, added: Collection[str] = ()
+) -> Plan:
     """Find out what of a checkpoint goes where.
+
+    Args:
+        state: The state.
+        manifest: That of the checkpoint.
+        partial: Whether either side may have what the other has not.
+        added: Keys of the state, or first parts of some, that the checkpoint may lack.
 
     Raises:
         CheckpointError: If a shape, dtype or kind differs; or, unless `partial`, if an entry of
             either side has none on the other.
     """
-    plan, problems = Plan(), []
+    plan, problems, starts = Plan(), [], tuple(f"{key}/" for key in added)
     objects = {record.object for record in manifest.entries.values()}
     owners = state.owners()
     for key, entry in state.entries.items():
@@ -229,6 +258,7 @@ def make_plan(state: State, manifest: Manifest, *, partial: bool) -> Plan:
             f"Step {manifest.step} does not fit the state: {_listed(problems)}. Nothing was "
             "changed."
         )
+    plan.missing = [key for key in plan.missing if not f"{key}/".startswith(starts)]
     if (plan.missing or plan.unclaimed) and not partial:
         raise MisfitError(
             f"Step {manifest.step} does not match the state. Only in the state: "

@@ -6,7 +6,15 @@ consists of is below its own key: `optimizer/iterations`, `optimizer/slots/model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeGuard, final, runtime_checkable
@@ -18,7 +26,7 @@ from ..errors import ContextError
 from ..input import Stateful
 from ..tree import Array, DType, encode
 from ..values import StepGate, Variable, between_steps, take_snapshot
-from ._format import STORED_AS, EntryRecord, TensorRecord
+from ._format import STORED_AS, EntryRecord, Manifest, TensorRecord
 
 MAX_VALUES = 250_000
 """All plain data of a state have at most so many values: copying them holds the loop for 10 ms."""
@@ -145,17 +153,27 @@ class State:
         return {key: v for key, v in self.variables.items() if self.entries[key].owner is None}
 
 
+Adapt = Callable[[Manifest], tuple[Manifest, Collection[str]]]
+"""See `DescribedState`."""
+
+
 @final
 class DescribedState:
     """A state that is walked again only when what it consists of has changed.
 
     Args:
         state: The state. It is kept alive, and so is what it consisted of when last read.
+        adapt: Called with the manifest of a checkpoint that is to be restored; returns one that
+            fits the state, and keys, or first parts of some, that it may lack.
+
+    Attributes:
+        adapt: As above.
     """
 
-    __slots__ = ("_found", "_held", "_state", "_things")
+    __slots__ = ("_found", "_held", "_state", "_things", "adapt")
 
-    def __init__(self, state: object) -> None:
+    def __init__(self, state: object, adapt: Adapt | None = None) -> None:
+        self.adapt = adapt
         self._state = state
         self._found: State | None = None
         self._held: list[object] = []

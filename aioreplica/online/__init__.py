@@ -5,6 +5,7 @@ from ._example import ExampleSpec as ExampleSpec
 from ._folder_source import FolderSource as FolderSource
 from ._journal import Journal as Journal
 from ._learner import OnlineLearner as OnlineLearner
+from ._migration import Migration as Migration
 from ._prequential import Prequential as Prequential
 from ._published import PublishedSnapshot as PublishedSnapshot
 from ._published import SnapshotReader as SnapshotReader
@@ -26,9 +27,9 @@ __all__ = [
     "FolderSource",
     "Journal",
     "LearnerStatistics",
+    "Migration",
     "OnlineLearner",
     "Prequential",
-    "RecordStream",
     "SnapshotReader",
     "StepLimits",
     "StepRecord",

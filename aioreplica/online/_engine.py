@@ -12,11 +12,10 @@ from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from typing import Any, final
 
-from ..checkpoint import model_variables
+from ..checkpoint import Savepoint, model_variables
 from ..context import Living
 from ..devices import OwnedTask, running_loop
 from ..errors import JournalError, LoopMismatchError, StallError
-from ._example import unpack_example
 from ._intake import Intake, Taken, dead_error
 from ._journal import DeadLetters, OpenJournal
 from ._journal_format import MAIN
@@ -55,7 +54,8 @@ class Engine:
         self.champion = self  # of the owner: the one whose model is served
         self._before = before  # of the same learner, closed
         self.loop = asyncio.get_running_loop()
-        self.journal = None if settings.journal is None else OpenJournal(settings.journal)
+        journal, schema = settings.journal, settings.schema
+        self.journal = None if journal is None else OpenJournal(journal, schema)
         if owner is None:
             self.models = Models(self, settings.challengers, settings.max_lag)
         else:
@@ -73,7 +73,10 @@ class Engine:
         self.prequential = settings.prequential
         self.serving = serving = Serving(settings.step_check, settings.publish_if)
         self.publishing = Publishing(
-            settings.publish_to, lambda: self.champion.serving.served, self.changed
+            settings.publish_to,
+            lambda: self.champion.serving.served,
+            self.changed,
+            schema.version,
         )
         self.learning = Learning(settings, step_fn, serving, self.dead, self.changed)
         self.requests: deque[RollbackRequest] = deque()
@@ -94,6 +97,7 @@ class Engine:
                 await self.journal.open()
                 undo.push_async_callback(self.journal.aclose)
                 self.models.look_at(self.journal.facts.champion)
+            undo.callback(Savepoint(self.learning.state).put_back)
             self.began = await self.models.begin(self)
             learning, version = self.learning, self.saving.version
             model = model_variables(learning.state)
@@ -108,6 +112,8 @@ class Engine:
             elif self.prequential is not None:
                 self.prequential.load(self.saving.about("judged"))
             self.backlog_end = max(self._last_number, learning.learned_number)
+            if self.journal is not None:
+                await self.journal.try_migrations(learning.learned_number, self.backlog_end)
             if self.has_backlog or self.saving.has_gone_back or self.reads:
                 await self._skip_versions()
             self.intake = Intake(
@@ -309,13 +315,13 @@ class Engine:
             await self.saving.begin(self.learning.settled_number, self.version, self.kept)
 
     async def _learn_backlog(self) -> None:
-        assert self.journal is not None  # or there is no backlog
-        learning, end = self.learning, self.read_end
+        learning, journal, end = self.learning, self.journal, self.read_end
+        assert journal is not None  # or there is no backlog
         with learning.under_way.stepping():
             try:
-                rows = await self.journal.rows(learning.learned_number, self.settings.max_batch)
+                rows = await journal.rows(learning.learned_number, self.settings.max_batch)
                 rows = [row for row in rows if row.number <= end]
-                batch = [Taken(row.number, unpack_example(row.body), None, 0.0) for row in rows]
+                batch = [Taken(row.number, journal.example_of(row), None, 0.0) for row in rows]
             except (JournalError, ValueError) as error:
                 learning.failure = str(error)
                 return

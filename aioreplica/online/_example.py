@@ -211,7 +211,7 @@ def _plain_array(array: Array) -> Array | None:
 # ---- storing -----------------------------------------------------------------------------
 
 
-def pack_example(example: object) -> bytes:
+def pack_example(example: object, spec_version: int = 1) -> bytes:
     """Return an example (of `as_example`) as bytes; equal examples give equal bytes."""
     arrays: dict[str, Array] = {}
 
@@ -220,8 +220,15 @@ def pack_example(example: object) -> bytes:
         arrays[name] = array
         return {"$array": name}
 
-    tree = json.dumps(encode(example, leaf), separators=(",", ":"))
-    return b"".join(dump_tensors({"tree": tree}, arrays))
+    metadata = {"tree": json.dumps(encode(example, leaf), separators=(",", ":"))}
+    if spec_version > 1:
+        metadata["spec_version"] = str(spec_version)
+    return b"".join(dump_tensors(metadata, arrays))
+
+
+def spec_version_of(data: bytes) -> int:
+    """Return the spec version that was packed with an example; ValueError if that is none."""
+    return int(load_tensors(memoryview(data))[0].get("spec_version", 1))
 
 
 def unpack_example(data: bytes) -> Any:

@@ -18,13 +18,16 @@ from typing import Any, final
 
 from ..devices import OwnLane, wait_until_done
 from ..errors import JournalError
-from ._example import pack_example
+from ._example import unpack_example
 from ._journal_file import JournalFile
 from ._journal_format import MAIN, Appended, Dead, Entry, JournalFacts, Rollback, Row, Waiting
-from ._journal_keys import Keeping
+from ._journal_keys import Keeping, offset, without_rows
 from ._journal_models import Consumer
+from ._migration import Schema
 from ._records import DeadLetter
 
+TRIED_AT_ONCE = 64
+"""So many examples are migrated for a trial before others have their turn."""
 KEPT_IN_MEMORY = 1000
 """How many are kept without a journal, the newest ones."""
 
@@ -75,11 +78,17 @@ class Journal:
         )
         """How long predictions wait for their labels."""
 
-    def file(self) -> JournalFile:
-        """Return its file, not open yet; for the learner."""
+    def file(self, spec_version: int | None = None) -> JournalFile:
+        """Return its file, not open yet; for the learner, which has a spec version."""
         labels_s = math.inf if self.label_ttl_s is None else self.label_ttl_s
-        keeping = Keeping(self._keep_keys_s, labels_s)
-        return JournalFile(self.path, keeping, self._busy_timeout_s, self._connect, self._max_bytes)
+        return JournalFile(
+            self.path,
+            Keeping(self._keep_keys_s, labels_s),
+            self._busy_timeout_s,
+            self._connect,
+            self._max_bytes,
+            spec_version,
+        )
 
     def __repr__(self) -> str:
         return f"<Journal {self.path}>"
@@ -93,11 +102,12 @@ class OpenJournal:
         A call that has begun is waited for.
     """
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, schema: Schema) -> None:
         self.model = MAIN
         """Whose examples, dead letters and rollbacks these are."""
         self._path = journal.path
-        self._file = journal.file()
+        self._schema = schema
+        self._file = journal.file(schema.version)
         self._lane = OwnLane("journal", writes_files=True)
         self._facts: JournalFacts | None = None
         self._first_number = [1]  # one for all models
@@ -144,7 +154,7 @@ class OpenJournal:
         return await self._lane.run(self._file.append, entries, self.clock_s, waiting)
 
     async def offset(self, source: str) -> str | None:
-        return await self._lane.run(self._file.offset, source)
+        return await self._lane.run(self._file.read, offset, source)
 
     async def waiting(self, name: str) -> Waiting | None:
         return await self._lane.run(self._file.waiting, name, self.clock_s)
@@ -154,6 +164,38 @@ class OpenJournal:
 
     async def rows(self, after: int, limit: int) -> list[Row]:
         return await self._lane.run(self._file.rows, after, limit, self.model)
+
+    def example_of(self, row: Row) -> Any:
+        """Return the example of a row, as the program has it now.
+
+        Raises:
+            JournalError: If it is of an older spec version, and cannot be migrated.
+            ValueError: If it is damaged.
+        """
+        return self.migrated(row.number, unpack_example(row.body))
+
+    def migrated(self, number: int, example: Any) -> Any:
+        """Return an example that was taken as a number, as the program has it now; as above."""
+        version = self._spec_version_of(number)
+        return self._schema.example(example, version, f"Example {number} in {self._path}")
+
+    def _spec_version_of(self, number: int) -> int:
+        if number > self.facts.last_number:
+            return self._schema.version
+        return max((own for own, first in self.facts.specs.items() if first <= number), default=1)
+
+    async def try_migrations(self, after: int, to: int) -> None:
+        """Migrate all examples from a number to another one, and forget what comes of it.
+
+        Raises:
+            JournalError: If that fails for one of them.
+        """
+        own = self.facts.specs.get(self._schema.version, self.facts.last_number + 1)
+        while after < min(to, own - 1) and self._spec_version_of(after + 1) < self._schema.version:
+            rows = await self.rows(after, TRIED_AT_ONCE)
+            for row in rows:
+                self.example_of(row)
+            after = rows[-1].number if rows else to
 
     async def set_aside(self, letters: Sequence[Dead]) -> None:
         await self._lane.run(self._file.set_aside, letters, self.model)
@@ -171,7 +213,7 @@ class OpenJournal:
         return await self._lane.run(self._file.rollbacks, self.model)
 
     async def without_rows(self, numbers: Sequence[int]) -> list[int]:
-        return await self._lane.run(self._file.without_rows, numbers)
+        return await self._lane.run(self._file.read, without_rows, numbers)
 
     async def compact(self, numbers: Sequence[int]) -> None:
         first = await self._lane.run(self._file.compact, numbers, self.clock_s, self.model)
@@ -234,7 +276,7 @@ class DeadLetters:
         if self._journal is None:
             self._kept.append(DeadLetter(number, example, error, time()))
             return
-        self._unsaved.append(Dead(number, pack_example(example), error, time()))
+        self._unsaved.append(Dead(number, error, time()))
         await self.save()
 
     async def save(self) -> str:

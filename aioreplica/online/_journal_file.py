@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from ..checkpoint import FileLock
 from ..errors import AioReplicaError, JournalError
@@ -36,9 +36,10 @@ from ._journal_format import (
     locked,
     prepare,
 )
-from ._journal_keys import Keeping, advance, claimed, find, forget, keep, offset
+from ._journal_keys import Keeping, advance, begin_spec, claimed, find, forget, keep, specs_of
 from ._records import DeadLetter
 
+Found = TypeVar("Found")
 MAX_NUMBER = 2**63 - 1  # of SQLite
 CLEAN_EVERY = 256
 """After so many commits old keys are deleted."""
@@ -52,7 +53,8 @@ SELECT max(value, (SELECT coalesce(max(number), 0) FROM examples)) FROM facts WH
 class JournalFile:
     """The file of a `Journal`; locked from `open` to `close`.
 
-    The arguments are those of `Journal`.
+    The arguments are those of `Journal`, and the spec version of the program; None for who appends
+    nothing.
     """
 
     def __init__(
@@ -62,12 +64,14 @@ class JournalFile:
         busy_timeout_s: float,
         connect: Callable[..., object],
         max_bytes: int | None,
+        spec_version: int | None,
     ) -> None:
         self._database = database = _JournalDatabase(path, busy_timeout_s, connect)
         self._path = database.path
         self._run = database.run
         self._keeping = keeping
         self._max_bytes = max_bytes
+        self._spec_version = spec_version
         self._last = 0
         self._num_commits = 0
 
@@ -84,6 +88,7 @@ class JournalFile:
                 [[self._last]] = self._run(_LAST)
                 facts = dict(self._run("SELECT name, value FROM facts"))
                 rollbacks = models.rollbacks(self._run, MAIN)
+                specs = specs_of(self._path, facts, self._spec_version)
         except BaseException:
             self.close()
             raise
@@ -94,6 +99,7 @@ class JournalFile:
             float(facts["clock_s"]),
             str(facts["champion"]),
             rollbacks,
+            specs,
         )
 
     def close(self, clock_s: float | None = None) -> None:
@@ -124,9 +130,10 @@ class JournalFile:
         """
         with self._database.writing("written"):
             strays = self._rows(self._last, None)
-            last = max(
-                self._last, self._run(_LAST)[0][0]
-            )  # a stray may be gone for the first model
+            # A stray may be gone for the first model.
+            last = max(self._last, self._run(_LAST)[0][0])
+            if self._spec_version is not None and self._spec_version > 1:
+                begin_spec(self._run, self._spec_version, last + 1)
             if waiting:
                 keep(self._run, waiting, clock_s)
             results: list[tuple[int, bool] | AioReplicaError | KeyError] = []
@@ -166,7 +173,7 @@ class JournalFile:
             forget(self._run, self._keeping, clock_s)
 
     def set_aside(self, letters: Sequence[Dead], model: str = MAIN) -> None:
-        """Make dead letters of examples; durable when it returns. Blocks.
+        """Make dead letters of examples, as they were taken; durable when it returns. Blocks.
 
         Raises:
             JournalError: If that failed.
@@ -318,15 +325,14 @@ class JournalFile:
 
     # ---- reading -------------------------------------------------------------------------
 
-    def without_rows(self, numbers: Sequence[int]) -> list[int]:
-        """Return those of some numbers that have no example in the file; blocks.
+    def read(self, look: Callable[..., Found], *values: object) -> Found:
+        """Return what a function of `_journal_keys` finds; blocks.
 
         Raises:
-            JournalError: If it cannot be read.
+            JournalError: If the file cannot be read.
         """
         with self._database.reading():
-            select = "SELECT 1 FROM examples WHERE number = ?"
-            return [number for number in numbers if not self._run(select, number)]
+            return look(self._run, *values)
 
     def rows(self, after: int, limit: int, model: str = MAIN) -> list[Row]:
         """Return examples behind a number that a model has to learn, in order; blocks.
@@ -376,15 +382,6 @@ class JournalFile:
         """
         with self._database.reading():
             return find(self._run, self._keeping, self._path, name, clock_s)
-
-    def offset(self, source: str) -> str | None:
-        """Return how far a source was read, None if it never was; blocks.
-
-        Raises:
-            JournalError: If the file cannot be read.
-        """
-        with self._database.reading():
-            return offset(self._run, source)
 
     def fates(self, numbers: Sequence[int], model: str = MAIN) -> dict[int, int | str]:
         """Return what became of those examples that are not as they were; blocks.

@@ -94,10 +94,12 @@ class Waiting(NamedTuple):
     Attributes:
         id: Its name.
         kept: "input", and "prediction" if that is kept too.
+        spec_version: Of the program that has kept it.
     """
 
     id: str
     kept: Mapping[str, Any]
+    spec_version: int = 1
 
 
 class Label(NamedTuple):
@@ -150,7 +152,6 @@ class Dead(NamedTuple):
     """An example that is set aside."""
 
     number: int
-    body: bytes
     error: str
     time: float
 
@@ -191,6 +192,7 @@ class JournalFacts:
         clock_s: How many seconds learners have had it open.
         champion: The model that is served.
         rollbacks: See `Rollback`, in their order; those of the model that has opened it.
+        specs: The first number from which on rows have a spec version, by that, ascending.
     """
 
     id: str
@@ -199,6 +201,7 @@ class JournalFacts:
     clock_s: float
     champion: str
     rollbacks: tuple[Rollback, ...]
+    specs: Mapping[int, int]
 
 
 def prepare(connection: Any, path: Path, *, is_exclusive: bool) -> None:

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import JournalError, KeyReusedError
-from ._example import pack_example, unpack_example
+from ._example import pack_example, spec_version_of, unpack_example
 from ._journal_format import Entry, Progress, Waiting
 
 Run = Callable[..., list[tuple[Any, ...]]]
 """Runs one statement of SQL, with its values."""
+
+SPEC = "spec "
+"""Begin of the facts that say from which number on rows have a spec version."""
 
 _FORGET_GONE = """
 DELETE FROM gone WHERE number < (SELECT coalesce(min(first), 9e18) FROM keys)
@@ -95,10 +98,40 @@ def _reused(entry: Entry, first: int) -> KeyReusedError:
     )
 
 
+def without_rows(run: Run, numbers: Sequence[int]) -> list[int]:
+    """Return those of some numbers that have no example."""
+    select = "SELECT 1 FROM examples WHERE number = ?"
+    return [number for number in numbers if not run(select, number)]
+
+
+def begin_spec(run: Run, spec_version: int, number: int) -> None:
+    """Write down that rows from a number on have a spec version, if that is not known."""
+    run("INSERT OR IGNORE INTO facts VALUES (?, ?)", f"{SPEC}{spec_version}", number)
+
+
+def specs_of(path: Path, facts: Mapping[str, Any], spec_version: int | None) -> dict[int, int]:
+    """Return from which number on rows have which spec version.
+
+    Raises:
+        JournalError: If one is newer than that of the program, None for any.
+    """
+    specs = {
+        int(name[len(SPEC) :]): int(first) for name, first in facts.items() if name.startswith(SPEC)
+    }
+    newest = max(specs, default=1)
+    if spec_version is not None and newest > spec_version:
+        raise JournalError(
+            f"The journal {path} has examples of spec version {newest}, from number "
+            f"{specs[newest]} on, and this program is of version {spec_version}. Start the program "
+            "that wrote them, or a newer one: versions only go up."
+        )
+    return dict(sorted(specs.items()))
+
+
 def keep(run: Run, waiting: Sequence[Waiting], clock_s: float) -> None:
     """Keep predictions until their labels come."""
-    for name, kept in waiting:
-        body = pack_example(kept)
+    for name, kept, spec_version in waiting:
+        body = pack_example(kept, spec_version)
         insert = "INSERT OR REPLACE INTO pending VALUES (?, ?, ?, ?)"
         run(insert, name, zlib.crc32(body), body, clock_s)
 
@@ -116,7 +149,7 @@ def find(run: Run, keeping: Keeping, path: Path, name: str, clock_s: float) -> W
                 f"The prediction {name!r} in the journal {path} is damaged: its checksum does not "
                 "fit. Restore the journal from a copy, or delete the row to go on without it."
             )
-        return Waiting(name, unpack_example(bytes(body)))
+        return Waiting(name, unpack_example(bytes(body)), spec_version_of(body))
     return None
 
 

@@ -14,7 +14,6 @@ Invariants:
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -140,11 +139,16 @@ def skip_versions(run: Run, model: str, last: int, learned: int, version: int) -
 
 
 def set_aside(run: Run, model: str, letters: Sequence[Dead]) -> None:
-    """Make dead letters of examples."""
-    for number, body, error, time in letters:
-        crc32 = zlib.crc32(body)
-        insert = "INSERT OR REPLACE INTO dead VALUES (?, ?, ?, ?, ?, ?)"
-        run(insert, number, crc32, body, error, time, model)
+    """Make dead letters of examples, as they were taken."""
+    for number, error, time in letters:
+        run(
+            "INSERT OR REPLACE INTO dead SELECT number, crc32, body, ?, ?, ? FROM examples "
+            "WHERE number = ?",
+            error,
+            time,
+            model,
+            number,
+        )
 
 
 def take_out(run: Run, model: str, number: int, successor: int = 0) -> bool:

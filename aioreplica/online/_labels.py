@@ -28,7 +28,7 @@ def expect(engine: Engine, x: object, prediction: object, name: str | None) -> s
     if prediction is not None:
         kept["prediction"] = as_example(prediction)
     name = secrets.token_hex(16) if name is None else checked_key("prediction_id", name)
-    engine.intake.expect(Waiting(name, kept))
+    engine.intake.expect(Waiting(name, kept, engine.settings.schema.version))
     return name
 
 
@@ -49,6 +49,7 @@ async def label(engine: Engine, name: str, target: object) -> Ticket:
     examples: list[object] = []  # none for a label that is known already, or nobody asked for
     if found is not None:
         example = {"input": found.kept["input"], "target": label.target}
+        example = engine.settings.schema.labelled(example, found)
         validate = engine.settings.validate
         examples.append(as_example(example if validate is None else validate(example)))
     submission = ExampleGroup(examples or [label.target], (Ticket(),), Entry(examples, label=label))
@@ -72,11 +73,11 @@ async def taken_again(engine: Engine, number: int) -> Ticket:
             f"{engine.model!r} is not served, so none of its dead letters is taken again: those "
             "who wait for an example wait for the champion. Promote it, or discard them."
         )
-    letter = await engine.dead.find(number)
+    example = (await engine.dead.find(number)).example
+    if engine.journal is not None:
+        example = engine.journal.migrated(number, example)
     is_journalled = engine.journal is not None
-    submission = ExampleGroup.of(
-        [letter.example], None, is_journalled, revived=(engine.model, number)
-    )
+    submission = ExampleGroup.of([example], None, is_journalled, revived=(engine.model, number))
     if is_journalled:
         await engine.owner.intake.take(submission)
     else:

@@ -5,36 +5,31 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
 
-from ..checkpoint import CheckpointManager, Savepoint
+from ..checkpoint import CheckpointManager
 from ..errors import ContextError
 from ..strategies import Strategy
 from ..values import Snapshot
 from ._engine import CLOSED, Engine, require_loop
 from ._intake import ExampleGroup, checked_group
-from ._journal import Journal, checked_count, checked_seconds
+from ._journal import Journal
 from ._journal_format import MAIN
 from ._labels import expect, expected, label, taken_again
+from ._migration import Migration
 from ._prequential import Prequential
 from ._records import DeadLetter
 from ._rollback import RollbackRequest, checked
 from ._serving import GateFunction
 from ._settings import (
-    Settings,
     StepFunction,
     Validation,
-    check,
-    check_challengers,
-    checked_errors,
-    checked_or_none,
     checked_step_fn,
-    journal_of,
     optimizers_of,
+    settings_of,
 )
-from ._sources import Source, checked_sources
+from ._sources import Source
 from ._statistics import LearnerStatistics, statistics_of
 from ._ticket import RecordStream, Ticket
 
@@ -96,9 +91,11 @@ class OnlineLearner:
             checkpoints. Each has a strategy, variables and checkpoints of its own, and no journal;
             its `queue_size` is of no use.
         max_lag: A model that is not served is detached once it is so many examples behind.
+        spec_version: Version of the form of examples, and of the keys of `variables`.
+        migrate: Steps from older versions, by version; examples are tried when the learner opens.
 
     Raises:
-        ValueError: If a number is out of range, `variables` no container, or there are workers.
+        ValueError: If a number is out of range, `variables` no container, or some do not fit.
         TypeError: If an argument is of the wrong type.
     """
 
@@ -126,32 +123,15 @@ class OnlineLearner:
         sources: Mapping[str, Source] | None = None,
         challengers: Mapping[str, OnlineLearner] | None = None,
         max_lag: int = 100_000,
+        spec_version: int = 1,
+        migrate: Mapping[int, Migration] | None = None,
     ) -> None:
-        check(strategy, checkpoints, validate, step_check, publish_if, prequential)
-        Savepoint(variables)  # says what cannot be undone or saved
-        self._settings = Settings(
-            strategy,
-            variables,
-            checked_count("max_batch", max_batch),
-            checked_seconds("max_delay_s", max_delay_s),
-            checked_count("queue_size", queue_size),
-            journal_of(journal),
-            checkpoints,
-            checked_seconds("checkpoint_every_s", checkpoint_every_s),
-            None if publish_to is None else Path(publish_to),
-            checked_or_none("max_failures_in_a_row", max_failures_in_a_row),
-            checked_errors(retry_on),
-            None if step_timeout_s is None else checked_seconds("step_timeout_s", step_timeout_s),
-            None if grace_s is None else checked_seconds("grace_s", grace_s),
-            step_check,
-            publish_if,
-            prequential,
-            validate,
-            checked_sources({} if sources is None else sources, journal is not None),
-            {} if challengers is None else dict(challengers),
-            checked_count("max_lag", max_lag),
-        )
-        check_challengers(self._settings)
+        self._settings = settings_of(
+            strategy, variables, max_batch, max_delay_s, queue_size, journal, checkpoints,
+            checkpoint_every_s, validate, publish_to, max_failures_in_a_row, retry_on,
+            step_timeout_s, grace_s, step_check, publish_if, prequential, sources, challengers,
+            max_lag, spec_version, migrate,
+        )  # fmt: skip
         self._step_fn = checked_step_fn(step_fn)
         self._engine: Engine | None = None
         self._is_opening = False

@@ -27,8 +27,11 @@ from typing import Self, final
 from ..errors import CheckpointError
 from ._example import Array, dump_tensors, load_tensors
 from ._journal import checked_seconds
+from ._migration import Migration, Schema
 
 FORMAT = "aioreplica.snapshot"
+FORMAT_WITH_SPEC = "aioreplica.snapshot, with a spec version"
+"""Of files of another spec version than 1: older software would read them as of that."""
 
 
 @final
@@ -85,12 +88,15 @@ class SnapshotReader:
         path: Where it is published; a file in `/dev/shm` is in memory only.
         max_age_s: How old what is read may be before `is_current` is false, see `age_s`; a learner
             gives a sign of life every 5 seconds. None for any age.
+        spec_version: As for `OnlineLearner`. A file of a newer program is not read.
+        migrate: As for `OnlineLearner`: an older file has the keys of this version. One in which
+            something `added` is missing is not read.
 
     Attributes:
         error: Why the newest file could not be read; "" if it could.
 
     Raises:
-        ValueError: If the number is negative or not finite.
+        ValueError: If a number is out of range, or `migrate` lacks a step.
 
     Example:
         >>> import tempfile
@@ -104,12 +110,20 @@ class SnapshotReader:
     """
 
     __slots__ = (
-        "_damaged", "_file", "_heard_at", "_lock", "_max_age_s", "_path", "_snapshot", "_stamp",
-        "error",
+        "_damaged", "_file", "_heard_at", "_lock", "_max_age_s", "_path", "_schema", "_snapshot",
+        "_stamp", "error",
     )  # fmt: skip
 
-    def __init__(self, path: str | os.PathLike[str], *, max_age_s: float | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_age_s: float | None = None,
+        spec_version: int = 1,
+        migrate: Mapping[int, Migration] | None = None,
+    ) -> None:
         self.error = ""
+        self._schema = Schema(spec_version, migrate)
         self._path = Path(path)
         self._max_age_s = None if max_age_s is None else checked_seconds("max_age_s", max_age_s)
         self._lock = threading.Lock()
@@ -148,7 +162,7 @@ class SnapshotReader:
         file = os.open(self._path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:
             status = os.fstat(file)
-            snapshot = _load(file, status, self._path)
+            snapshot = _load(file, status, self._path, self._schema)
         except BaseException as error:
             os.close(file)
             if isinstance(error, CheckpointError):
@@ -221,26 +235,32 @@ def _stamp_of(status: os.stat_result) -> _Stamp:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _load(file: int, status: os.stat_result, path: Path) -> PublishedSnapshot:
+def _load(file: int, status: os.stat_result, path: Path, schema: Schema) -> PublishedSnapshot:
     try:
         if status.st_size == 0:
             raise ValueError("it is empty")
         data = memoryview(mmap.mmap(file, status.st_size, access=mmap.ACCESS_READ))
         metadata, arrays, begin = load_tensors(data)
-        if metadata.get("format") != FORMAT:
+        if metadata.get("format") not in {FORMAT, FORMAT_WITH_SPEC}:
             raise ValueError(f"its format is {metadata.get('format')!r}")
         if zlib.crc32(data[begin:]) != int(metadata["crc32"]):
             raise ValueError("it fails its checksum")
-        return PublishedSnapshot(int(metadata["snapshot"]), arrays, status.st_mtime)
+        version, spec_version = int(metadata["snapshot"]), int(metadata.get("spec_version", 1))
     except (ValueError, KeyError) as error:
         raise CheckpointError(
             f"{path} is not a published snapshot, or was damaged by a crash: {error}. Start the "
             "learner that publishes it, or read another path."
         ) from None
+    own = schema.arrays(arrays, spec_version, f"The published snapshot {path}")
+    return PublishedSnapshot(version, own, status.st_mtime)
 
 
 def publish_snapshot(
-    path: str | os.PathLike[str], version: int, arrays: Mapping[str, Array]
+    path: str | os.PathLike[str],
+    version: int,
+    arrays: Mapping[str, Array],
+    *,
+    spec_version: int = 1,
 ) -> None:
     """Publish arrays to every `SnapshotReader`; blocks while it writes.
 
@@ -251,8 +271,10 @@ def publish_snapshot(
         path: The file. Another one, `path.tmp`, is written first and renamed.
         version: What readers get as `version`.
         arrays: By name, of numeric dtypes.
+        spec_version: That of the names, see `SnapshotReader`.
 
     Raises:
+        ValueError: If the spec version is less than 1.
         OSError: If the file cannot be written; what was published before stays.
         TypeError: If a dtype cannot be stored.
     """
@@ -261,6 +283,8 @@ def publish_snapshot(
     for part in contents:
         crc32 = zlib.crc32(part, crc32)
     metadata = {"format": FORMAT, "snapshot": str(version), "crc32": str(crc32)}
+    if Schema(spec_version).version > 1:
+        metadata |= {"format": FORMAT_WITH_SPEC, "spec_version": str(spec_version)}
     target = Path(path)
     temporary = target.with_name(f"{target.name}.tmp")
     try:

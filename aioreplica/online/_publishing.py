@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Callable
+from functools import partial as bound
 from pathlib import Path
 from typing import final
 
@@ -29,16 +30,24 @@ class Publishing:
         path: The file; None for nowhere.
         newest: Returns the snapshot that is published.
         changed: Given when another one may be.
+        spec_version: That of the program.
 
     Attributes:
         error: Why the last snapshot could not be written; "" if it was.
     """
 
-    def __init__(self, path: Path | None, newest: Callable[[], Snapshot], changed: Signal) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        newest: Callable[[], Snapshot],
+        changed: Signal,
+        spec_version: int,
+    ) -> None:
         self.error = ""
         self._path = path
         self._newest = newest
         self._changed = changed
+        self._spec_version = spec_version
         self._version = -1
         self._touch_at = 0.0
         self._backoff = Backoff(0.5, 30.0)
@@ -86,7 +95,8 @@ class Publishing:
             return
         arrays = {key: snapshot[key] for key in snapshot.names}
         try:
-            await run_on_host(publish_snapshot, self._path, snapshot.version, arrays)
+            publish = bound(publish_snapshot, spec_version=self._spec_version)
+            await run_on_host(publish, self._path, snapshot.version, arrays)
         except OSError as error:
             self.error = str(error)
             self._backoff.failed(asyncio.get_running_loop().time())

@@ -24,6 +24,7 @@ from ._generations import step_before
 from ._intake import dead_error
 from ._journal import Journal
 from ._journal_format import Rollback
+from ._journal_keys import without_rows
 
 if TYPE_CHECKING:
     from ._engine import Engine
@@ -89,7 +90,7 @@ def roll_back_closed(
         base = step_before(manager, to, facts.first_number, facts.rollbacks)
         if to > facts.last_number:
             raise ValueError(f"There are only {facts.last_number} examples, no {to}.")
-        _require_none(file.without_rows(numbers))
+        _require_none(file.read(without_rows, numbers))
         file.roll_back(base, to, numbers, time())
     finally:
         file.close()
@@ -210,7 +211,9 @@ async def _require_possible(engine: Engine, request: RollbackRequest) -> int:
             f"{request.to}."
         )
     _require_none(await engine.journal.without_rows(request.skip))
-    return await engine.saving.step_before(request.to)
+    base = await engine.saving.step_before(request.to)
+    await engine.journal.try_migrations(base, engine.learning.learned_number)
+    return base
 
 
 async def _follow(engine: Engine, base: int, request: RollbackRequest) -> None:

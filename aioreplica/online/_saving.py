@@ -28,7 +28,13 @@ class _Progress:
 
     def __init__(self) -> None:
         self.facts: dict[str, Any] = {"journal": "", "learned": 0, "version": 0}
-        self.facts |= {"generation": 0, "served": {}, "judged": {}, "model": MAIN}
+        self.facts |= {
+            "generation": 0,
+            "served": {},
+            "judged": {},
+            "model": MAIN,
+            "spec_version": 1,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.facts)
@@ -75,6 +81,8 @@ class Saving:
         self._changed = changed
         progress = _Progress()
         self._progress = progress.facts
+        self._schema = settings.schema
+        progress.facts["spec_version"] = self._schema.version
         self._state = DescribedState({"variables": settings.variables, "online": progress})
         self._waiters: list[asyncio.Future[int]] = []
         self._task: OwnedTask[None] | None = None
@@ -114,7 +122,7 @@ class Saving:
             await self._remove_void()
         steps = () if self._manager is None else await run_on_host(self._manager.steps)
         if self._manager is not None and steps:
-            self.saved_number = await self._manager.restore(self._state)
+            self.saved_number = await self._restore(self._manager, None)
         if journal is not None:
             if self._progress["journal"] == "" and self.learned and not journal.facts.last_number:
                 await journal.compact([self.learned])  # learned without one until now
@@ -126,6 +134,9 @@ class Saving:
         self._progress["generation"] = self.generation
         self._note_steps(steps)
         self._postpone()
+
+    async def _restore(self, manager: CheckpointManager, step: int | None) -> int:
+        return await self._schema.restore(manager, self._state, step, self._progress)
 
     async def _require_own(self) -> None:
         journal = self._journal
@@ -164,7 +175,7 @@ class Saving:
         if reader is None or not await run_on_host(reader.steps):
             return first, "the champion has no checkpoint yet."
         try:
-            return await reader.restore(self._state), ""
+            return await self._restore(reader, None), ""
         except MisfitError as error:
             return first, str(error)
 
@@ -243,7 +254,7 @@ class Saving:
         """
         assert self._manager is not None  # or it was refused
         self._before = dict(self._progress)
-        await self._manager.restore(self._state, step)
+        await self._restore(self._manager, step)
 
     def undo_going_back(self) -> None:
         """Take back what `go_back` has restored beside the variables."""

@@ -234,7 +234,7 @@ class Serving:
             self.served = Snapshot(
                 kept["version"],
                 {
-                    variable: _as_now(variable, kept["arrays"][key])
+                    variable: _as_now(variable, kept["arrays"].get(key, [*variable.components]))
                     for key, variable in model.items()
                 },
                 model,

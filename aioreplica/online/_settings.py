@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 from .._functions import refuse_context_passed, require_no_yield
-from ..checkpoint import CheckpointManager
+from ..checkpoint import CheckpointManager, Savepoint
 from ..optimizers import Optimizer
 from ..replica import ReplicaContext
 from ..strategies import Strategy
 from ..tree import leaves
 from ..values import Variable
-from ._journal import Journal, checked_count
+from ._journal import Journal, checked_count, checked_seconds
 from ._journal_format import MAIN
+from ._migration import Migration, Schema
 from ._prequential import Prequential
 from ._serving import GateFunction, StepLimits
-from ._sources import Source
+from ._sources import Source, checked_sources
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,48}[A-Za-z0-9])?")
 """Names of challengers, which are labels of metrics and parts of requests."""
@@ -54,6 +55,7 @@ class Settings:
     sources: Mapping[str, Source]
     challengers: Mapping[str, Challenger]
     max_lag: int
+    schema: Schema
 
 
 class Challenger(Protocol):
@@ -63,6 +65,60 @@ class Challenger(Protocol):
     def _settings(self) -> Settings: ...
 
     async def _open_as(self, model: str, owner: Any) -> Any: ...  # Any: engines, which import this
+
+
+def settings_of(
+    strategy: Strategy,
+    variables: object,
+    max_batch: int,
+    max_delay_s: float,
+    queue_size: int,
+    journal: Journal | str | os.PathLike[str] | None,
+    checkpoints: CheckpointManager | None,
+    checkpoint_every_s: float,
+    validate: Validation | None,
+    publish_to: str | os.PathLike[str] | None,
+    max_failures_in_a_row: int | None,
+    retry_on: type[Exception] | tuple[type[Exception], ...],
+    step_timeout_s: float | None,
+    grace_s: float | None,
+    step_check: GateFunction | None,
+    publish_if: GateFunction | None,
+    prequential: Prequential | None,
+    sources: Mapping[str, Source] | None,
+    challengers: Mapping[str, Challenger] | None,
+    max_lag: int,
+    spec_version: int,
+    migrate: Mapping[int, Migration] | None,
+) -> Settings:
+    """Check the arguments of an `OnlineLearner`; raises what that raises."""
+    check(strategy, checkpoints, validate, step_check, publish_if, prequential)
+    Savepoint(variables)  # says what cannot be undone or saved
+    settings = Settings(
+        strategy,
+        variables,
+        checked_count("max_batch", max_batch),
+        checked_seconds("max_delay_s", max_delay_s),
+        checked_count("queue_size", queue_size),
+        journal_of(journal),
+        checkpoints,
+        checked_seconds("checkpoint_every_s", checkpoint_every_s),
+        None if publish_to is None else Path(publish_to),
+        checked_or_none("max_failures_in_a_row", max_failures_in_a_row),
+        checked_errors(retry_on),
+        None if step_timeout_s is None else checked_seconds("step_timeout_s", step_timeout_s),
+        None if grace_s is None else checked_seconds("grace_s", grace_s),
+        step_check,
+        publish_if,
+        prequential,
+        validate,
+        checked_sources({} if sources is None else sources, journal is not None),
+        {} if challengers is None else dict(challengers),
+        checked_count("max_lag", max_lag),
+        Schema(spec_version, migrate, validate, variables),
+    )
+    check_challengers(settings)
+    return settings
 
 
 def check(
@@ -166,6 +222,7 @@ def check_challengers(settings: Settings) -> None:
             )
         if own.checkpoints is None:
             raise ValueError(f"Challenger {name!r} needs checkpoints in a folder of its own.")
+        own.schema.check_beside(settings.schema, f"Challenger {name!r}")
         for key, what in _holdings(own).items():
             if key in seen:
                 raise ValueError(

@@ -9,9 +9,9 @@ import pytest
 
 from aioreplica.errors import JournalError
 from aioreplica.online import Journal
-from aioreplica.online._example import pack_example
 from aioreplica.online._journal_file import JournalFile
 from aioreplica.online._journal_format import MAIN, Dead, Entry
+from aioreplica.online._journal_keys import without_rows
 from aioreplica.online._journal_models import Consumer
 
 
@@ -30,7 +30,7 @@ def append(file: JournalFile, count: int = 1, revived: tuple[str, int] | None = 
 
 
 def letter(number: int) -> Dead:
-    return Dead(number, pack_example({"x": 0}), "ValueError: no", 0.0)
+    return Dead(number, "ValueError: no", 0.0)
 
 
 def numbers(file: JournalFile, model: str, after: int = 0) -> list[int]:
@@ -66,7 +66,7 @@ def test_a_letter_that_is_discarded_stays_an_example_of_the_others(file: Journal
     file.detach("b", "too slow")
     file.set_aside([letter(3)])
     assert file.discard(3)
-    assert file.without_rows([1, 2, 3]) == [3]  # nobody else needs it
+    assert file.read(without_rows, [1, 2, 3]) == [3]  # nobody else needs it
 
 
 def test_a_letter_that_is_taken_again_is_a_new_example_for_its_model_alone(

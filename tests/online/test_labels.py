@@ -215,7 +215,7 @@ def test_keys_of_submissions_and_ids_do_not_meet(folder: Path) -> None:
     try:
         file.append([Entry([{"input": 5}], key="a")], 0.0, [Waiting("a", {"input": 1})])
         assert file.append([labelled("a", 1, 2.0)], 0.0).results == [(2, False)]
-        file.set_aside([Dead(2, b"", "bad", 0.0)])
+        file.set_aside([Dead(2, "bad", 0.0)])
         assert file.discard(2)
         assert file.append([labelled("a", 1, 2.0)], 0.0).results == [(2, True)]
         assert file.fates([2]) == {2: 0}

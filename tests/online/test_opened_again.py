@@ -276,7 +276,7 @@ async def test_the_folder_of_checkpoints_is_given_back_when_the_learner_is_close
 def test_a_full_disk_at_the_start_stops_learning_and_nothing_else(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_args: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     async def main() -> None:

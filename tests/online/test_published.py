@@ -297,7 +297,7 @@ def test_a_snapshot_that_could_not_be_published_is_written_later_without_another
 ) -> None:
     num_tries: list[int] = []
 
-    def full(*_args: Any) -> None:
+    def full(*_: object, **__: object) -> None:
         num_tries.append(1)
         raise OSError(28, "No space left on device")
 

@@ -108,7 +108,7 @@ def test_what_has_taken_a_place_is_forgotten_with_its_key(folder: Path) -> None:
     file.open()
     try:
         file.append([Entry([example(0)], "a"), Entry([example(1)], "b")], 0.0)
-        file.set_aside([Dead(number, b"", "bad", 0.0) for number in (1, 2)])
+        file.set_aside([Dead(number, "bad", 0.0) for number in (1, 2)])
         assert file.discard(1)
         assert file.discard(2)
         file.append([Entry([example(2)], "c")], 9.0)

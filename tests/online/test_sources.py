@@ -17,6 +17,7 @@ from aioreplica import testing as art
 from aioreplica.errors import JournalError
 from aioreplica.online import ExampleSpec, FolderSource, Journal, OnlineLearner
 from aioreplica.online._journal_format import Entry, Progress
+from aioreplica.online._journal_keys import offset
 from tests.checkpoint.simulated_files import SimulatedFiles, SimulatedStorage
 
 from .program import RAISES, Counting, example
@@ -205,7 +206,7 @@ def test_an_offset_that_is_not_the_next_one_changes_nothing(folder: Path) -> Non
         [error] = file.append([first], 0.0).results
         assert isinstance(error, JournalError)
         assert "stands at '1' in the journal, not at None" in str(error)
-        assert (file.offset("a"), file.offset("b")) == ("1", None)
+        assert (file.read(offset, "a"), file.read(offset, "b")) == ("1", None)
         other = Entry([example(0)], progress=Progress("b", None, "x"))
         assert file.append([other], 0.0).results == [(2, False)]
     finally:
