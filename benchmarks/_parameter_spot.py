@@ -1,15 +1,16 @@
-"""Parameter servers as on spot machines: `dask` processes with TLS, of which workers are killed."""
+"""Parameter servers as on spot machines: `dask` processes with TLS, some of which are killed."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,15 @@ NUM_WORKERS = 3
 LIMIT_S = 120.0
 MAX_GROWTH_BYTES = 48 * 1024**2
 
+CONNECT = "5s"
+"""How long processes try to reach one that was killed."""
+
+WORKERS_PER_SERVER = 15
+"""With copies, a server is killed after so many workers."""
+
+NUM_SPARE = 3
+"""Processes for servers, with copies: the successor of one is not waited for."""
+
 
 @final
 @dataclass(slots=True)
@@ -34,6 +44,7 @@ class Spot:
 
     Attributes:
         num_kills: Workers that were killed.
+        num_servers_killed: Parameter servers that were killed.
         num_epochs: Epochs, each of `NUM_EXAMPLES` closures that take an example and push twice.
         num_lost: Pushes that did not count.
         num_twice: Pushes that counted more than once.
@@ -45,6 +56,7 @@ class Spot:
     """
 
     num_kills: int = 0
+    num_servers_killed: int = 0
     num_epochs: int = 0
     num_lost: int = 0
     num_twice: int = 0
@@ -55,8 +67,9 @@ class Spot:
 
     def __str__(self) -> str:
         return (
-            f"killed {self.num_kills} workers in {self.num_epochs} epochs of {NUM_EXAMPLES} "
-            f"examples and {self.seconds:.0f} s: of {2 * NUM_EXAMPLES * self.num_epochs} pushes "
+            f"killed {self.num_kills} workers and {self.num_servers_killed} servers in "
+            f"{self.num_epochs} epochs of {NUM_EXAMPLES} examples and {self.seconds:.0f} s: "
+            f"of {2 * NUM_EXAMPLES * self.num_epochs} pushes "
             f"{self.num_lost} lost, {self.num_twice} counted twice; {self.num_cancelled} closures "
             f"cancelled, {self.num_retries} ran again; memory grew by "
             f"{self.growth_bytes / 2**20:.1f} MiB"
@@ -84,11 +97,24 @@ def learn(seen: Any, iterator: Any, seconds: float) -> None:
         time.sleep(seconds / 2)
 
 
-async def run_spot(num_kills: int, *, pause_s: float, seed: int = 0) -> Spot:
-    """Train epoch by epoch while a random worker is killed every now and then."""
+async def run_spot(
+    num_kills: int, *, pause_s: float, replicate: bool = False, seed: int = 0
+) -> Spot:
+    """Train epoch by epoch while a random worker is killed every now and then.
+
+    Args:
+        num_kills: How many workers to kill.
+        pause_s: After how many seconds, on average.
+        replicate: Whether servers have copies, and are killed too.
+        seed: Of what is random.
+    """
     rng, spot, start_s = Random(seed), Spot(), time.monotonic()
-    async with _Machines.started() as machines:
-        strategy = ar.ParameterServerStrategy(machines.address, security=machines.security)
+    num_ps = 2 if replicate else 1
+    async with _Machines.started(NUM_SPARE if replicate else 1) as machines:
+        strategy = ar.ParameterServerStrategy(
+            machines.address, num_ps=num_ps, replicate=replicate, security=machines.security,
+            variable_partitioner=ar.FixedShardsPartitioner(num_ps),
+        )  # fmt: skip
         coordinator = ar.ClusterCoordinator(strategy, max_attempts=50)
         async with strategy, coordinator:
             with strategy.scope():
@@ -96,7 +122,10 @@ async def run_spot(num_kills: int, *, pause_s: float, seed: int = 0) -> Spot:
             await seen.read()
             strategy.engine.watch(machines)
             machines.learn_workers(strategy.engine.workers_now)
-            killing = asyncio.ensure_future(machines.kill_now_and_then(num_kills, pause_s, rng))
+            copied = functools.partial(_until_copied, strategy) if replicate else None
+            killing = asyncio.ensure_future(
+                machines.kill_now_and_then(num_kills, pause_s, rng, copied)
+            )
             sizes: list[int] = []
             while not killing.done():
                 await seen.assign(np.zeros(seen.shape))
@@ -109,11 +138,22 @@ async def run_spot(num_kills: int, *, pause_s: float, seed: int = 0) -> Spot:
                 sizes.append(machines.memory_bytes())
             await killing
             statistics = coordinator.statistics()
-    spot.num_kills = num_kills
+    spot.num_kills, spot.num_servers_killed = num_kills, machines.num_servers_killed
     spot.num_retries, spot.num_cancelled = statistics.num_retries, statistics.num_cancelled
     spot.growth_bytes = sizes[-1] - sizes[min(1, len(sizes) - 1)]
     spot.seconds = time.monotonic() - start_s
     return spot
+
+
+async def _until_copied(strategy: Any) -> None:
+    """Wait until each server has a copy: both at once are not to be killed."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            for server in range(strategy.num_ps):
+                await strategy.servers.copies.repair(server)
+            if not strategy.unreplicated_servers:
+                return
+            await asyncio.sleep(0.05)
 
 
 async def _epoch(coordinator: Any, seen: Any, rng: Random) -> None:
@@ -127,8 +167,10 @@ async def _epoch(coordinator: Any, seen: Any, rng: Random) -> None:
 class _Machines:
     """Processes of `dask scheduler` and `dask worker`; a killed worker gets a successor."""
 
-    def __init__(self, folder: Path, security: Any) -> None:
+    def __init__(self, folder: Path, security: Any, num_servers: int) -> None:
         self._folder = folder
+        self._num_servers = num_servers
+        self.num_servers_killed = 0
         self.security = security
         self.address = ""
         self._lasting: list[asyncio.subprocess.Process] = []
@@ -149,10 +191,10 @@ class _Machines:
 
     @staticmethod
     @asynccontextmanager
-    async def started() -> AsyncIterator[_Machines]:
+    async def started(num_servers: int) -> AsyncIterator[_Machines]:
         """Start all of them; end them in the end."""
         with tempfile.TemporaryDirectory() as name:
-            machines = _Machines(Path(name), _written_security(Path(name)))
+            machines = _Machines(Path(name), _written_security(Path(name)), num_servers)
             try:
                 await machines._start()
                 yield machines
@@ -172,7 +214,7 @@ class _Machines:
                     break
                 await asyncio.sleep(0.05)
         self.address = json.loads(told.read_text())["address"]
-        self._lasting.append(await self._worker("PS"))
+        self._lasting += [await self._worker("PS") for _ in range(self._num_servers)]
         self._workers += [await self._worker("W") for _ in range(NUM_WORKERS)]
         await self._until_there()
 
@@ -180,7 +222,11 @@ class _Machines:
         files = {"ca-file": "ca", "cert": "cert", "key": "key"}
         tls = [each for o, f in files.items() for each in (f"--tls-{o}", str(self._folder / f))]
         command = (sys.executable, "-m", f"distributed.cli.{name}", *options, *tls)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": CONNECT,
+        }
         return await asyncio.create_subprocess_exec(
             *command, "--no-dashboard", env=environment, cwd=self._folder,
             stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
@@ -194,23 +240,36 @@ class _Machines:
         from distributed import Client
 
         async with Client(self.address, asynchronous=True, security=self.security) as client:
-            await client.wait_for_workers(1 + NUM_WORKERS, timeout=LIMIT_S)
+            await client.wait_for_workers(self._num_servers + NUM_WORKERS, timeout=LIMIT_S)
 
-    async def kill_now_and_then(self, num_kills: int, pause_s: float, rng: Random) -> None:
-        """Kill a random worker, start another one, and so on.
+    async def kill_now_and_then(
+        self, num_kills: int, pause_s: float, rng: Random,
+        copied: Callable[[], Awaitable[None]] | None,
+    ) -> None:  # fmt: skip
+        """Kill a random worker, start another one, and so on; with copies a server now and then.
 
-        On a busy machine they would all die before they have begun, so one is left at least.
+        On a busy machine workers would all die before they have begun, so one is left at least.
         """
-        for _ in range(num_kills):
+        for number in range(num_kills):
             await asyncio.sleep(rng.uniform(0.2, 1.8) * pause_s)
             await self._until_known(2)
             victim = self._workers.pop(rng.randrange(len(self._workers)))
-            victim.send_signal(signal.SIGKILL)
-            await victim.wait()
+            await self._kill(victim)
             self._workers.append(await self._worker("W"))
+            if copied is not None and number % WORKERS_PER_SERVER == WORKERS_PER_SERVER // 2:
+                await copied()
+                scheduler, *servers = self._lasting
+                victim = servers.pop(rng.randrange(len(servers)))
+                await self._kill(victim)
+                self.num_servers_killed += 1
+                self._lasting = [scheduler, *servers, await self._worker("PS")]
+
+    async def _kill(self, victim: asyncio.subprocess.Process) -> None:
+        victim.send_signal(signal.SIGKILL)
+        await victim.wait()
 
     def memory_bytes(self) -> int:
-        """Return the memory of what lasts: this program, the scheduler and the server."""
+        """Return the memory of what lasts: this program, the scheduler and the servers."""
         pids = [os.getpid(), *(process.pid for process in self._lasting)]
         return sum(int(psutil.Process(pid).memory_info().rss) for pid in pids)
 

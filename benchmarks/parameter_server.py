@@ -32,6 +32,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--no-speed", action="store_true", help="leave the comparisons out")
     parser.add_argument("--no-training", action="store_true", help="leave the trainings out")
     parser.add_argument("--spot", action="store_true", help="only train while workers are killed")
+    parser.add_argument("--replicate", action="store_true", help="with --spot: kill servers too")
     parser.add_argument("--seconds", type=float, default=300.0, help="of --spot (300; quick: 12)")
     default = Path("benchmark-results-parameter_server.json")
     parser.add_argument("--output", type=Path, default=default, metavar="PATH")
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str]) -> None:
     if importlib.util.find_spec("distributed") is None:
         sys.exit('Dask is not installed: pip install "aioreplica[dask]".')
     if options.spot:
-        _spot(12.0 if options.quick else options.seconds)
+        _spot(12.0 if options.quick else options.seconds, replicate=options.replicate)
         return
     num_kills = (2 if options.quick else 20) if options.kills is None else options.kills
     rows: list[Row] = []
@@ -56,11 +57,11 @@ def main(arguments: Sequence[str]) -> None:
         raise SystemExit("; ".join(failures))
 
 
-def _spot(seconds: float) -> None:
+def _spot(seconds: float, *, replicate: bool) -> None:
     from ._parameter_spot import run_spot
 
-    pause_s = min(2.0, seconds / 6)
-    spot = asyncio.run(run_spot(round(seconds / pause_s), pause_s=pause_s))
+    pause_s = min(2.0, seconds / (12 if replicate else 6))
+    spot = asyncio.run(run_spot(round(seconds / pause_s), pause_s=pause_s, replicate=replicate))
     print(spot, flush=True)
     if not spot.is_good:
         raise SystemExit("an example was lost or learned twice, or something was kept")

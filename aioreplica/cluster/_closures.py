@@ -91,9 +91,24 @@ class StateHandle(ABC):
 
     server: int
 
+    @property
     @abstractmethod
-    async def call(self, method: str, *args: Any) -> Any:
+    def is_lost(self) -> bool:
+        """True if the engine knows that the server is gone; asked in the program."""
+
+    @abstractmethod
+    def when_lost(self, tell: Callable[[], object]) -> None:
+        """Call something on the event loop once the server is gone; asked in the program."""
+
+    @abstractmethod
+    async def call(self, method: str, *args: Any, is_wait: bool = False) -> Any:
         """Call a method of the state, one call at a time, and return its result.
+
+        Args:
+            method: Its name.
+            args: What it takes; handles of other states may be among them.
+            is_wait: Whether the method is quick, safe beside other calls, and returns a
+                `concurrent.futures.Future`, whose end is waited for beside them.
 
         Raises:
             WorkerLostError: If the server is gone, and the state with it.
@@ -104,8 +119,8 @@ class StateHandle(ABC):
         """
 
     @abstractmethod
-    def begin(self, method: str, *args: Any) -> Callable[[], Any]:
-        """Send a call from a task on a worker; return what blocks until the result is there.
+    def begin(self, method: str, *args: Any, is_wait: bool = False) -> Callable[[], Any]:
+        """Send a call from a task or a state; return what blocks until the result is there.
 
         Raises:
             Exception: Of what is returned: as `call`.
@@ -175,9 +190,21 @@ class ClosureEngine(ABC):
 
     @abstractmethod
     async def create_state(
-        self, owner: str, factory: Callable[..., object], args: Sequence[Any], server: int
-    ) -> StateHandle:
-        """Make a state on a server by calling `factory(*args)` there; `owner` is whose it is."""
+        self, owner: str, factory: Callable[..., object], args: Sequence[Any], server: int, *,
+        apart_from: StateHandle | None = None,
+    ) -> StateHandle:  # fmt: skip
+        """Make a state on a server by calling `factory(*args)` there; `owner` is whose it is.
+
+        Args:
+            owner: Whose it is.
+            factory: Makes it.
+            args: Of the factory.
+            server: Number of the server.
+            apart_from: A state that must not be lost with this one: another process than its own.
+
+        Raises:
+            WorkerLostError: If there is no process for it.
+        """
 
     @abstractmethod
     def submit(self, worker: str, tasks: Sequence[ClosureTask]) -> list[Submission]:

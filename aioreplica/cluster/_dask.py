@@ -19,7 +19,6 @@ from typing import Any, final
 from uuid import uuid4
 from weakref import WeakSet
 
-from ..context import REGISTRY
 from ..devices import OwnedTask
 from ..errors import ContextError, WorkerLostError
 from ._closures import (
@@ -27,13 +26,13 @@ from ._closures import (
     WORKER,
     ClosureEngine,
     ClosureTask,
-    ClosureWorker,
     StateHandle,
     Submission,
     Watcher,
     WorkerInfo,
 )
 from ._dask_processes import END_S, DaskProcesses, check_roles, load_dask
+from ._dask_states import DaskHost, DaskState, actor_of, closure_worker
 
 RELEASE_S = 2.0
 """How long workers have to let go of what a closed strategy has left there, in seconds."""
@@ -109,23 +108,19 @@ class DaskClosureEngine(ClosureEngine):
         self._num_users += 1
 
     async def create_state(
-        self, owner: str, factory: Callable[..., object], args: Sequence[Any], server: int
-    ) -> StateHandle:
+        self, owner: str, factory: Callable[..., object], args: Sequence[Any], server: int, *,
+        apart_from: StateHandle | None = None,
+    ) -> StateHandle:  # fmt: skip
         """Make an actor on a worker with the resource `PS`; on another if that goes meanwhile."""
         data = pickle.dumps((factory, tuple(args)), protocol=5)
         while True:
             infos = await self._infos()  # with a worker that has just died, perhaps
-            places = [a for a, info in infos if PARAMETER_SERVER in info["resources"]]
-            if not places:
-                raise WorkerLostError(
-                    f"No worker with the resource {PARAMETER_SERVER!r} is left in the cluster for "
-                    f"parameter server {server}. Start one.", ranks=(server,),
-                )  # fmt: skip
+            places = _places_of_servers(infos, server, apart_from)
             place = places[server % len(places)]
             key = f"parameter-server-{server}-{uuid4().hex}"
             where = {"workers": [place], "allow_other_workers": False}
-            future = self._client.submit(_Host, data, actor=True, pure=False, key=key, **where)
-            making = OwnedTask[Any](_actor_of(self._client, future), f"start of server {server}")
+            future = self._client.submit(DaskHost, data, actor=True, pure=False, key=key, **where)
+            making = OwnedTask[Any](actor_of(self._client, future), f"start of server {server}")
             tell = self._tell_if_lost.setdefault(place, [])
             tell.append(making.cancel)
             try:
@@ -135,7 +130,7 @@ class DaskClosureEngine(ClosureEngine):
             if making.task.cancelled():  # as it may only run there, it would be waited for for ever
                 self._in_background(self._client.cancel([future]), "cancel the start of a server")
                 continue
-            state = _DaskState(owner, server, await making, self._client, future)
+            state = DaskState(owner, server, await making, self._client, future)
             tell[tell.index(making.cancel)] = state.lose
             if self._tell_if_lost.get(place) is not tell:  # it has gone just now
                 state.lose()
@@ -399,112 +394,6 @@ class DaskClosureEngine(ClosureEngine):
 
 
 @final
-class _Host:
-    """The actor: keeps a state, and tells its errors from those of the connection.
-
-    Args:
-        data: The pickled factory and its arguments.
-    """
-
-    def __init__(self, data: bytes) -> None:
-        factory, args = pickle.loads(data)
-        self._state = factory(*args)
-
-    def call(self, method: str, args: tuple[Any, ...]) -> tuple[Any, Exception | None]:
-        """Return the result of a method, or what it raised."""
-        try:
-            return getattr(self._state, method)(*args), None
-        except Exception as error:  # noqa: BLE001 - raised by the caller
-            return None, error
-
-
-async def _actor_of(client: Any, future: Any) -> Any:
-    with client.as_current():  # an actor looks for it
-        return await future
-
-
-@final
-class _DaskState(StateHandle):
-    def __init__(
-        self, owner: str, server: int, actor: Any, client: Any = None, future: object = None
-    ) -> None:
-        self.server = server
-        self._actor = actor
-        self._client = client  # None on workers, where actors find their own
-        self._future = future  # keeps the actor alive
-        self._is_lost: asyncio.Future[None] | None = None
-        if client is not None:
-            self._is_lost = asyncio.get_running_loop().create_future()
-        # An actor whose worker is gone waits for its future, which would wait for ever: no other
-        # worker may have it.
-        actor._future = None
-        data = pickle.dumps(actor, protocol=5)
-        self._reduced = _state_on_worker, (owner, server, actor.key, data)
-
-    def lose(self) -> None:
-        """Learn that its worker is gone."""
-        if self._is_lost is not None and not self._is_lost.done():
-            self._is_lost.set_result(None)
-
-    async def call(self, method: str, *args: Any) -> Any:
-        """Call in the program, until the scheduler says that the worker is gone.
-
-        A connection to it would be tried again and again, for half a minute.
-        """
-        assert self._is_lost is not None
-        calling = OwnedTask[Any](self._call(method, args), f"call of server {self.server}")
-        try:
-            await asyncio.wait([calling.task, self._is_lost], return_when=asyncio.FIRST_COMPLETED)
-            if calling.is_done:
-                return await calling
-        finally:
-            calling.cancel()
-        raise self._lost(ConnectionError("its process is gone"))
-
-    async def _call(self, method: str, args: tuple[Any, ...]) -> object:
-        try:
-            with self._client.as_current():
-                pending = self._actor.call(method, args)
-            result, error = await pending
-        except Exception as failure:
-            raise self._lost(failure) from failure
-        if error is not None:
-            raise error
-        return result
-
-    def begin(self, method: str, *args: Any) -> Callable[[], Any]:
-        try:
-            pending = self._actor.call(method, args)
-        except Exception as failure:
-            raise self._lost(failure) from failure
-
-        def finish() -> object:
-            try:
-                result, error = pending.result()
-            except Exception as failure:
-                raise self._lost(failure) from failure
-            if error is not None:
-                raise error
-            return result
-
-        return finish
-
-    def _lost(self, failure: Exception) -> WorkerLostError:
-        return WorkerLostError(
-            f"Parameter server {self.server} was lost: {failure}", ranks=(self.server,)
-        )
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return self._reduced
-
-
-def _state_on_worker(owner: str, server: int, key: str, actor: bytes) -> _DaskState:
-    """Return a worker's handle of a state, one for all tasks: each new actor asks the scheduler."""
-    worker = _closure_worker()
-    return worker.once(owner, key, lambda: _DaskState(owner, server, pickle.loads(actor)))
-
-
-@final
 class _DaskSubmission(Submission):
     def __init__(self, client: Any, future: Any) -> None:
         self._client = client
@@ -541,17 +430,27 @@ def _translated(error: Exception) -> Exception:
 def _run_task(data: bytes) -> object:
     """Run a task in the thread that Dask has for it."""
     task: ClosureTask = pickle.loads(data)
-    return task.run(_closure_worker())
+    return task.run(closure_worker())
 
 
 def _release(owner: str, keys: Sequence[Hashable] | None, dask_worker: object) -> None:
     """Let go of what this worker keeps; called on its event loop."""
-    _closure_worker(dask_worker).release(owner, keys)
+    closure_worker(dask_worker).release(owner, keys)
 
 
-def _closure_worker(worker: Any = None) -> ClosureWorker:
-    name = str((load_dask().get_worker() if worker is None else worker).name)
-    return REGISTRY.once(f"closure_worker:{name}", lambda: ClosureWorker(name))
+def _places_of_servers(
+    infos: Sequence[tuple[str, Any]], server: int, apart_from: StateHandle | None
+) -> list[str]:
+    other = apart_from.place if isinstance(apart_from, DaskState) else None
+    places = [a for a, info in infos if PARAMETER_SERVER in info["resources"] and a != other]
+    if not places:
+        what = "a copy of parameter" if other else "parameter"
+        raise WorkerLostError(
+            f"No worker with the resource {PARAMETER_SERVER!r} is left in the cluster for {what} "
+            f"server {server}. Start one.",
+            ranks=(server,),
+        )
+    return places
 
 
 def _address_and_security(client: Any) -> tuple[str, object]:

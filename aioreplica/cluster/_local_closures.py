@@ -79,9 +79,9 @@ class LocalClosureEngine(ClosureEngine):
         self._tell()
 
     def lose_server(self, server: int) -> None:
-        """Lose a parameter server and the states on it."""
-        for state in self._states.pop(server):
-            state.is_lost = True
+        """Lose the process of a parameter server and the states on it."""
+        for state in self._states.pop(server, ()):
+            state.lose()
 
     def watch(self, watcher: Watcher) -> None:
         """Tell somebody whenever a worker was added or lost."""
@@ -103,11 +103,20 @@ class LocalClosureEngine(ClosureEngine):
         self._num_users += 1
 
     async def create_state(
-        self, owner: str, factory: Callable[..., object], args: Sequence[Any], server: int
-    ) -> StateHandle:
-        """Make a state in this process."""
-        state = _LocalState(server, factory(*args))
-        self._states.setdefault(server, []).append(state)
+        self, owner: str, factory: Callable[..., object], args: Sequence[Any], server: int, *,
+        apart_from: StateHandle | None = None,
+    ) -> StateHandle:  # fmt: skip
+        """Make a state in this process, as if in that of a server."""
+        place = server
+        if isinstance(apart_from, _LocalState):
+            if self._num_servers < 2:
+                raise WorkerLostError(
+                    f"There is no other process for a copy of parameter server {server}.",
+                    ranks=(server,),
+                )
+            place = (apart_from.place + 1) % self._num_servers
+        state = _LocalState(server, place, factory(*args))
+        self._states.setdefault(place, []).append(state)
         return state
 
     def submit(self, worker: str, tasks: Sequence[ClosureTask]) -> list[Submission]:
@@ -237,23 +246,52 @@ class _LocalWorker:
 
 @final
 class _LocalState(StateHandle):
-    def __init__(self, server: int, state: object) -> None:
+    def __init__(self, server: int, place: int, state: object) -> None:
         self.server = server
-        self.is_lost = False
+        self.place = place
+        self._is_lost = False
         self._state = state
         self._lock = threading.Lock()  # closures in threads call it, too
+        self._when_lost: list[Callable[[], object]] = []
 
-    async def call(self, method: str, *args: Any) -> Any:
-        return self._call(method, args)
+    @property
+    def is_lost(self) -> bool:
+        return self._is_lost
 
-    def begin(self, method: str, *args: Any) -> Callable[[], Any]:
-        return lambda: self._call(method, args)
+    def when_lost(self, tell: Callable[[], object]) -> None:
+        self._when_lost.append(tell)
 
-    def _call(self, method: str, args: tuple[Any, ...]) -> object:
-        if self.is_lost:
-            raise WorkerLostError(f"Parameter server {self.server} was lost.", ranks=(self.server,))
+    def lose(self) -> None:
+        """Be gone, which is told."""
+        self._is_lost = True
+        for tell in self._when_lost:
+            tell()
+
+    async def call(self, method: str, *args: Any, is_wait: bool = False) -> Any:
+        found = self._call(method, args)
+        if is_wait:
+            found = await asyncio.wrap_future(found)
+            self._require_there()
+        return found
+
+    def begin(self, method: str, *args: Any, is_wait: bool = False) -> Callable[[], Any]:
+        def finish() -> Any:
+            found = self._call(method, args)
+            if is_wait:
+                found = found.result()
+                self._require_there()
+            return found
+
+        return finish
+
+    def _call(self, method: str, args: tuple[Any, ...]) -> Any:
+        self._require_there()
         with self._lock:
             return getattr(self._state, method)(*args)
+
+    def _require_there(self) -> None:
+        if self._is_lost:
+            raise WorkerLostError(f"Parameter server {self.server} was lost.", ranks=(self.server,))
 
 
 @final

@@ -389,6 +389,7 @@ WITHOUT_A_ROW = {
         "DistributedDataset.__init__(on_begin)",
         "ClosureEngine.create_state(factory)", "LocalClosureEngine.create_state(factory)",
         "DaskClosureEngine.create_state(factory)", "ClosureWorker.once(make)",
+        "StateHandle.when_lost(tell)",
         "Communicator.all_gather_then_reduce(agrees)",
     ),
 }  # fmt: skip

@@ -23,9 +23,9 @@ pytestmark = [
 
 def things_of_worker(dask_worker: Any) -> int:
     """Count what strategies have left with a worker."""
-    from aioreplica.cluster._dask import _closure_worker
+    from aioreplica.cluster._dask_states import closure_worker
 
-    kept = sum(map(len, _closure_worker(dask_worker)._kept.values()))
+    kept = sum(map(len, closure_worker(dask_worker)._kept.values()))
     return kept + len(dask_worker.state.actors) + len(dask_worker.data)
 
 

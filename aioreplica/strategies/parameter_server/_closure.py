@@ -70,6 +70,7 @@ class Closure:
         servers: The parameter servers, by number.
         timeout_s: How long it may take, in seconds; None sets no limit.
         worker_index: Index of the worker that it is sent to.
+        has_copies: Whether the servers have copies, which have to know what it has changed.
     """
 
     strategy_id: str
@@ -80,6 +81,7 @@ class Closure:
     servers: tuple[StateHandle, ...]
     timeout_s: float | None
     worker_index: int = 0
+    has_copies: bool = False
 
     def run(self, worker: ClosureWorker) -> Packed:
         """Call the function in this thread, an async one on an event loop of its own."""
@@ -93,6 +95,7 @@ class Closure:
             result = fn(*args, **kwargs)
             if inspect.isawaitable(result):
                 result = asyncio.run(_awaited(result))
+            context.confirm()
             return _pack_result(result, context)
 
     async def run_on_loop(self, worker: ClosureWorker) -> Packed:
@@ -102,7 +105,9 @@ class Closure:
             fn, args, kwargs = unpack_call(self.call, context)
             try:
                 async with asyncio.timeout(self.timeout_s):
-                    return _pack_result(await fn(*args, **kwargs), context)
+                    result = await fn(*args, **kwargs)
+                    context.confirm()
+                    return _pack_result(result, context)
             except TimeoutError as error:
                 if self.timeout_s is None or error.__cause__ is None:
                     raise
@@ -135,6 +140,7 @@ class ClosureContext:
         self._lock = threading.RLock()
         self._births: dict[int, int] = {}
         self.recipes: dict[int, int] = {}
+        self._changed: set[int] = set()  # servers whose copies have to know of it
         self._why_over: str | None = None
 
     # ---- reading ---------------------------------------------------------------------------
@@ -327,11 +333,19 @@ class ClosureContext:
     def _push(self, items: dict[int, list[Item]]) -> dict[Key, int]:
         self._require_running()
         servers = self.closure.servers
+        self._changed |= items.keys()
         pending = [servers[i].begin("push", self._stamp, each) for i, each in items.items()]
         counts: dict[Key, int] = {}
         for finish in pending:
             counts.update(finish())
         return counts
+
+    def confirm(self) -> None:
+        """Wait until the copies of servers know what this closure has changed."""
+        if self.closure.has_copies:
+            servers = self.closure.servers
+            for finish in [servers[i].begin("followed", is_wait=True) for i in self._changed]:
+                finish()
 
     def _count(self, variable: Any) -> None:
         if variable is not None:
@@ -377,6 +391,7 @@ class ClosureContext:
         """Ask the server that keeps the leases for an element."""
         self._require_running()
         birth, index = self._births[iterator], self.closure.worker_index
+        self._changed.add(0)
         found: Element | None = self.closure.servers[0].begin(
             "take", self._stamp, iterator, num_splits, birth, ordinal, index, ended
         )()

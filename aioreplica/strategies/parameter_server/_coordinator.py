@@ -317,7 +317,7 @@ class ClusterCoordinator:
     def _resource(self, make: object, kind: type[ResourceT], label: str) -> ResourceT:
         strategy = self._strategy
         factory = pack_call(make, (), {}, HomeSide(strategy), f"The function {label}")
-        return kind(strategy, strategy.servers.next_resource(), factory, label)
+        return kind(strategy, next(strategy.servers.resources), factory, label)
 
     # ---- its life --------------------------------------------------------------------------
 

@@ -243,6 +243,26 @@ class ServerStatistics:
     gradients: int = 0
 
 
+@final
+class ServerImage(NamedTuple):
+    """All that a parameter server knows at a time, for a copy of it.
+
+    Attributes:
+        shards: The shards, with their values, and how many writes each has had.
+        optimizers: By number: their recipes, pickled, and which settings these are.
+        former: Recipes of earlier settings, and the first closure that does not have them, by
+            optimizer and settings.
+        slots: By shard and optimizer, then by name.
+        records: The other fields, by name.
+    """
+
+    shards: tuple[tuple[NewShard, int], ...]
+    optimizers: dict[int, tuple[bytes, int]]
+    former: dict[tuple[int, int], tuple[bytes, int]]
+    slots: dict[tuple[Key, int], dict[str, Array]]
+    records: dict[str, object]
+
+
 def num_bytes(value: Any) -> int:
     """Return the size of an array, of IndexedSlices, or of what a Weighted holds."""
     value = getattr(value, "total", value)

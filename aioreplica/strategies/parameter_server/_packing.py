@@ -335,7 +335,7 @@ class PerWorkerDataset(PerWorkerResource):
         strategy = self._strategy
         make = _IteratorOf(self.make)
         factory = pack_call(make, (), {}, HomeSide(strategy), "The dataset")
-        number = strategy.servers.next_resource()
+        number = next(strategy.servers.resources)
         iterator = PerWorkerIterator(strategy, number, factory, f"of {self._label}")
         iterator.num_splits, iterator.birth = self.make.num_splits, strategy.servers.birth
         return iterator

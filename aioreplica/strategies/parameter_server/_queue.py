@@ -59,6 +59,7 @@ class ScheduledClosure:
         lost_with: The workers that were lost while they ran it.
         submission: Where its result is, or will be.
         is_under_way: Whether it was with a worker before.
+        num_repairs: How often it was sent again because a server was lost.
         again: Done when it was made again, after its result was lost.
         abort: Called with an error ends it; there from the time on at which it is with a worker.
     """
@@ -77,6 +78,7 @@ class ScheduledClosure:
     lost_with: list[str] = field(default_factory=list)
     submission: Submission | None = None
     is_under_way: bool = False
+    num_repairs: int = 0
     again: asyncio.Future[None] | None = None
     abort: Any = None  # Any: Lifecycle calls it
 
@@ -310,6 +312,22 @@ class ClosureQueue:
             self.leave(now, closure)
         self._put_back(back)
         return back
+
+    def take_waiting(self, now: float) -> list[ScheduledClosure]:
+        """Queue again what waits with workers and has not begun there; return it."""
+        waiting = [each for w in self._workers.values() for each in w.closures[w.slots :]]
+        waiting = [each for each in waiting if each.state == "running" and each.submission]
+        for closure in waiting:
+            self.leave(now, closure)
+        self._put_back(waiting)
+        return waiting
+
+    def queue_again(self, now: float, closures: Iterable[ScheduledClosure]) -> None:
+        """Queue closures again whose workers are done with them, before all others."""
+        for closure in closures:
+            closure.submission = None
+            self.leave(now, closure)
+        self._put_back(closures)
 
     # ---- the clock -----------------------------------------------------------------------
 

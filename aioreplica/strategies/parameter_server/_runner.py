@@ -6,7 +6,6 @@ The queue decides; what is here sends, waits, tells servers and wakes who waits.
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -17,11 +16,15 @@ from ...cluster import ClosureEngine, Submission
 from ...devices import OwnedTask
 from ...errors import ClosureCancelledError, ContextError, StallError, WorkerLostError
 from ._closure import Closure, ClosureFailedError
+from ._copies import Copies
 from ._messages import CoordinatorStatistics, ServerStatistics, Stamp, summed
 from ._packing import HomeSide, Packed
 from ._queue import GRACE_S, ClosureQueue, ScheduledClosure
 from ._remote_value import error_of
 from ._strategy import ParameterServerStrategy
+
+MAX_REPAIRS = 20
+"""So many times a closure is sent again because of parameter servers that it has not reached."""
 
 REPORT_EVERY = 64
 """After so many closures the servers are asked what they have done."""
@@ -69,7 +72,8 @@ class ClosureRunner:
         queue.take_over(self.queue)
         self.queue = queue
         self.is_open = True
-        self._watch = WorkerWatch(self, self._strategy.engine)
+        strategy = self._strategy
+        self._watch = WorkerWatch(self, strategy.engine, strategy.servers.copies)
         self._watch.begin()
 
     # ---- sending -------------------------------------------------------------------------
@@ -81,7 +85,7 @@ class ClosureRunner:
         now = _now()
         for closure in self.queue.take(now, begun_only=self._is_held_back()):
             if closure.again is None:
-                closure.abort = functools.partial(self.abort, closure)
+                closure.abort = self.abort
                 self._strategy.closure_began(closure)
             self._outbox.append(closure)
         if self._outbox and (self._sending is None or self._sending.is_done):
@@ -169,6 +173,7 @@ class ClosureRunner:
             servers.handles,
             closure.timeout_s,
             self.queue.index_of(closure.worker or ""),
+            servers.copies is not None,
         )
 
     # ---- ends ----------------------------------------------------------------------------
@@ -182,6 +187,10 @@ class ClosureRunner:
             error = error_of(failure, closure, HomeSide(self._strategy))
         except Exception as failure:  # noqa: BLE001 - raised by the next schedule or join
             error = failure
+        if error is not None and await _is_repaired(self._strategy, error, closure):
+            again = [closure] if closure.submission is submission and not closure.is_over else []
+            self.queue.queue_again(_now(), again)
+            self.pump()
         if closure.submission is not submission:
             return
         if closure.is_over:
@@ -231,8 +240,7 @@ class ClosureRunner:
         """
         if isinstance(error, WorkerLostError):
             error = self._strategy.servers.noticed(error)
-        cancelled = self.queue.failed(_now(), error)
-        self._end(self._tell_and_settle(cancelled, error, failed))
+        self._end(self._tell_and_settle(self.queue.failed(_now(), error), error, failed))
 
     def _end(self, work: Any) -> None:
         task = OwnedTask[None](work, "end of closures after an error")
@@ -240,13 +248,9 @@ class ClosureRunner:
         task.when_done(lambda _error: self._ends.discard(task))
 
     async def _tell_and_settle(
-        self,
-        closures: list[ScheduledClosure],
-        error: BaseException,
-        failed: ScheduledClosure | None,
-        *,
-        is_alone: bool = False,
-    ) -> None:
+        self, closures: list[ScheduledClosure], error: BaseException,
+        failed: ScheduledClosure | None, *, is_alone: bool = False,
+    ) -> None:  # fmt: skip
         waiting = [c.submission for c in closures if c.submission and c.began_s is None]
         is_of_all = failed is None and isinstance(error, WorkerLostError)
         try:
@@ -270,8 +274,8 @@ class ClosureRunner:
             async with asyncio.timeout(REPORT_S):
                 await self.report(numbers)
 
-    def abort(self, closure: ScheduledClosure, error: BaseException) -> None:
-        """End a closure because its strategy is closed."""
+    def abort(self, error: BaseException) -> None:
+        """End closures because their strategy is closed."""
         if not self.queue.is_ending:
             self.fail(error)
 
@@ -367,7 +371,7 @@ class ClosureRunner:
         await self._strategy.engine.cancel([each for each in left if each is not None])
         self.is_open = False
         if self._watch is not None:
-            self._strategy.engine.unwatch(self._watch)
+            self._watch.end()
             self._watch = None
         for closure in self.queue.waiting_again():
             self.failed(closure, ContextError("The coordinator was closed."))
@@ -379,6 +383,17 @@ class ClosureRunner:
 
     def __repr__(self) -> str:
         return f"<ClosureRunner | {self.queue!r}>"
+
+
+async def _is_repaired(
+    strategy: ParameterServerStrategy, error: BaseException, closure: ScheduledClosure
+) -> bool:
+    """Have a copy take the place of a server that a closure has lost; False if there is none."""
+    copies = strategy.servers.copies
+    if copies is None or not isinstance(error, WorkerLostError) or not error.ranks:
+        return False
+    closure.num_repairs += 1
+    return closure.num_repairs <= MAX_REPAIRS and await copies.repair(error.ranks[0])
 
 
 def _settle(closure: ScheduledClosure, error: BaseException) -> None:
@@ -394,11 +409,13 @@ class WorkerWatch:
     Args:
         runner: Who sends closures.
         engine: Who tells of workers.
+        copies: Who tells of copies of parameter servers; None without them.
     """
 
-    def __init__(self, runner: ClosureRunner, engine: ClosureEngine) -> None:
+    def __init__(self, runner: ClosureRunner, engine: ClosureEngine, copies: Copies | None) -> None:
         self._runner = runner
         self._engine = engine
+        self._copies = copies
         self._hung: set[str] = set()
         self._looks_at = math.inf
         self._look_sooner = asyncio.Event()
@@ -406,14 +423,26 @@ class WorkerWatch:
     def begin(self) -> None:
         """Look from now on."""
         self._engine.watch(self)
+        if self._copies is not None:
+            self._copies.when_promoted = self.learn_of_copy
         self.learn_workers(self._engine.workers_now)
         self._runner.start(self._keep_looking(), "watch over closures")
+
+    def end(self) -> None:
+        """Look no more."""
+        self._engine.unwatch(self)
+        if self._copies is not None:
+            self._copies.when_promoted = bool
 
     def learn_workers(self, workers: Mapping[str, int]) -> None:
         """Take note of the workers that there are; what those had who have gone runs again."""
         self._hung &= workers.keys()
         now = {name: slots for name, slots in workers.items() if name not in self._hung}
         self._runner.send_again(self._runner.queue.set_workers(_now(), now))
+
+    def learn_of_copy(self) -> None:
+        """Send again what waits with workers: it knows the server that was lost."""
+        self._runner.send_again(self._runner.queue.take_waiting(_now()))
 
     def look_in_time(self) -> None:
         """Look sooner than was intended, if the queue says so."""

@@ -6,12 +6,14 @@ Invariants:
     * A push is applied at most once: what `_seen` holds, what is below `_oldest` or in `_over` and
       what is of another epoch is dropped.
     * `_seen` holds no closure below `_oldest`.
+    * Servers that begin alike and are called alike are alike: a copy is kept that way.
 """
 
 from __future__ import annotations
 
+import copy
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -20,7 +22,7 @@ import numpy as np
 from ...errors import WorkerLostError
 from ...optimizers import Optimizer, OptimizerRecipe, merge_gradients, take_step
 from ...typing import VariableAggregation
-from ...values import PlainVariable, VariableOptions, combined, fitting, rows_between
+from ...values import PlainVariable, Variable, VariableOptions, combined, fitting, rows_between
 from ._messages import (
     FROM_COORDINATOR,
     Array,
@@ -31,6 +33,7 @@ from ._messages import (
     Key,
     NewShard,
     Pull,
+    ServerImage,
     ServerStatistics,
     ShardRows,
     Slot,
@@ -42,6 +45,18 @@ from ._messages import (
 from ._splits import Element, Leases
 
 Pulled = tuple[int, Array | None]
+
+TERM = 2**40
+"""Versions of a copy that takes the place of a server are higher by this: none comes twice."""
+
+MAX_WRITTEN = 1024
+"""Writes of the program that are remembered, as they may come again."""
+
+RECORDS = (
+    "_epoch", "_oldest", "_seen", "_attempts", "_restored", "_over", "_written", "_birth",
+    "_leases", "_totals",
+)  # fmt: skip
+"""Fields that a copy has as they are."""
 
 
 @final
@@ -71,7 +86,9 @@ class ParameterServer:
         self._shards: dict[Key, PlainVariable] = {}
         self._optimizers: dict[int, Optimizer] = {}
         self._versions: dict[int, int] = {}
-        self._former: dict[tuple[int, int], tuple[Optimizer, int]] = {}
+        self._recipes: dict[int, bytes] = {}
+        self._former: dict[tuple[int, int], tuple[Optimizer, int, bytes]] = {}
+        self._written: dict[str, None] = {}
         self._seen: dict[int, set[tuple[Key, int]]] = {}
         self._attempts: dict[int, set[str]] = {}
         self._restored: dict[int, dict[Key, Mapping[str, Array]]] = {}
@@ -89,7 +106,7 @@ class ParameterServer:
             Exception: What a function raises that makes rows.
         """
         for new in shards:
-            value = _made(new) if isinstance(new.value, ShardRows) else _frozen(new.value)
+            value = _made(new) if isinstance(new.value, ShardRows) else frozen(new.value)
             options = VariableOptions(
                 new.name, new.trainable, VariableAggregation.NONE, constraint=new.constraint
             )
@@ -104,13 +121,17 @@ class ParameterServer:
             version: Which settings these are.
             closure: The first one that has them; those before it have the ones before.
         """
+        if self._versions.get(optimizer, -1) >= version:
+            return  # told again, by who does not know that it was heard
         recipe: OptimizerRecipe = pickle.loads(data)
         new = recipe.applying()
         old = self._optimizers.get(optimizer)
         if old is not None and old.slot_names == new.slot_names:
             new.settings.slots = old.settings.slots
-            self._former[optimizer, self._versions[optimizer]] = old, closure
+            before = self._versions[optimizer], self._recipes[optimizer]
+            self._former[optimizer, before[0]] = old, closure, before[1]
         self._optimizers[optimizer], self._versions[optimizer] = new, version
+        self._recipes[optimizer] = data
         for key, slots in self._restored.pop(optimizer, {}).items():
             self._restore_slots(new, self._shards[key], slots)
 
@@ -150,6 +171,12 @@ class ParameterServer:
         if stamp.closure != FROM_COORDINATOR:
             self._totals.bytes_pushed += sum(_size_of(item) for item in items)
             items = self._new_items(stamp, items)
+        elif stamp.attempt in self._written:
+            return {}
+        elif stamp.attempt:
+            self._written[stamp.attempt] = None
+            for old in [*self._written][:-MAX_WRITTEN]:
+                del self._written[old]
         counts: dict[Key, int] = {}
         for item in items:
             self._apply(item, counts)
@@ -208,16 +235,16 @@ class ParameterServer:
             return  # another step has found out already that it was too large
         num_finite = int(counter.components[0])
         scale, num_finite = item.rule.after(scale, num_finite, item.is_finite)
-        new = {counter: (_frozen(np.int64(num_finite)),)}
+        new = {counter: (frozen(np.int64(num_finite)),)}
         if not num_finite:
-            new[shard] = (_frozen(np.float64(scale)),)
+            new[shard] = (frozen(np.float64(scale)),)
         shard.store.write(new)
         self._totals.pushes += 1
 
     def _apply_gradient(self, item: Gradient, shard: PlainVariable, counts: dict[Key, int]) -> None:
         totals = self._totals
         if item.read_version is not None:
-            staleness = shard.version - item.read_version
+            staleness = max(0, shard.version % TERM - item.read_version % TERM)
             totals.max_staleness = max(totals.max_staleness, staleness)
             if self._max_staleness is not None and staleness > self._max_staleness:
                 totals.stale += 1
@@ -230,9 +257,9 @@ class ParameterServer:
             iteration = int(self._shards[key].components[0]) if done is None else done
             iteration = max(0, iteration - 1)
         newest = self._optimizers[item.optimizer]
-        optimizer = self._former.get((item.optimizer, item.recipe), (newest, 0))[0]
+        optimizer = self._former.get((item.optimizer, item.recipe), (newest,))[0]
         iterations = optimizer.settings.iterations
-        iterations.store.write({iterations: (_frozen(np.int64(iteration)),)})
+        iterations.store.write({iterations: (frozen(np.int64(iteration)),)})
         merged = merge_gradients([shard], [[item.gradient]], is_mean=False)
         pending = take_step(optimizer, merged, None, None, is_blocking=True)
         assert pending is None
@@ -243,18 +270,12 @@ class ParameterServer:
 
     def slots(self) -> list[SlotSpec]:
         """Return every slot that there is."""
-        found: list[SlotSpec] = []
-        for key, shard in self._shards.items():
-            for number, optimizer in self._optimizers.items():
-                table = optimizer.settings.slots
-                made = table.made.get(shard)
-                if made is not None:
-                    named = zip(table.names_of(shard), made, strict=True)
-                    found += [
-                        SlotSpec(key, (number, name), slot.shape, slot.dtype)
-                        for name, slot in named
-                    ]
-        return found
+        return [
+            SlotSpec(key, (number, name), slot.shape, slot.dtype)
+            for number, optimizer in self._optimizers.items()
+            for key, slots in _slots_of(optimizer, self._shards)
+            for name, slot in slots.items()
+        ]
 
     def load(
         self,
@@ -273,7 +294,7 @@ class ParameterServer:
         """
         for key, value in values.items():
             shard = self._shards[key]
-            shard.store.write({shard: (_frozen(value),)})
+            shard.store.write({shard: (frozen(value),)})
             for optimizer in self._optimizers.values():
                 optimizer.settings.slots.made.pop(shard)
             for waiting in self._restored.values():
@@ -297,6 +318,45 @@ class ParameterServer:
         table.made.pop(shard)
         table.restored[shard] = dict(values)
         table.make(shard, optimizer.new_slot)
+
+    # ---- copies ----------------------------------------------------------------------------
+
+    def image(self) -> ServerImage:
+        """Return all that it knows; what is pushed later changes nothing of it."""
+        shards = [(_described(key, shard), shard.version) for key, shard in self._shards.items()]
+        return ServerImage(
+            tuple(shards),
+            {number: (data, self._versions[number]) for number, data in self._recipes.items()},
+            {key: (data, closure) for key, (_, closure, data) in self._former.items()},
+            {
+                (key, number): {name: slot.components[0] for name, slot in slots.items()}
+                for number, optimizer in self._optimizers.items()
+                for key, slots in _slots_of(optimizer, self._shards)
+            },
+            copy.deepcopy({name: getattr(self, name) for name in RECORDS}),
+        )
+
+    def take_over(self, image: ServerImage) -> None:
+        """Know what another one has known."""
+        self.create([shard for shard, _ in image.shards])
+        for shard, version in image.shards:
+            _count_writes(self._shards[shard.key], version)
+        for number, (data, version) in image.optimizers.items():
+            self.learn(number, data, version)
+        for (number, version), (data, closure) in image.former.items():
+            recipe: OptimizerRecipe = pickle.loads(data)
+            former = recipe.applying()
+            former.settings.slots = self._optimizers[number].settings.slots
+            self._former[number, version] = former, closure, data
+        for (key, number), slots in image.slots.items():
+            self._restore_slots(self._optimizers[number], self._shards[key], slots)
+        for name, record in image.records.items():
+            setattr(self, name, record)
+
+    def begin_term(self) -> None:
+        """Take the place of another one, which may have had versions that are not known here."""
+        for shard in self._shards.values():
+            _count_writes(shard, (shard.version // TERM + 1) * TERM + shard.version % TERM)
 
     # ---- the rest --------------------------------------------------------------------------
 
@@ -351,6 +411,24 @@ class ParameterServer:
         return f"<ParameterServer {self._server} | {len(self._shards)} shards, {pushes} pushes>"
 
 
+def _described(key: Key, shard: PlainVariable) -> NewShard:
+    return NewShard(key, shard.components[0], shard.name, shard.trainable, shard.constraint)
+
+
+def _slots_of(
+    optimizer: Optimizer, shards: Mapping[Key, PlainVariable]
+) -> Iterator[tuple[Key, dict[str, Variable]]]:
+    table = optimizer.settings.slots
+    for key, shard in shards.items():
+        made = table.made.get(shard)
+        if made is not None:
+            yield key, dict(zip(table.names_of(shard), made, strict=True))
+
+
+def _count_writes(shard: PlainVariable, num_writes: int) -> None:
+    shard._cell = shard._cell._replace(num_writes=num_writes)
+
+
 def _made(new: NewShard) -> Array:
     from ...devices.processes import loads_pair  # it needs cloudpickle
 
@@ -365,7 +443,8 @@ def _size_of(item: Item) -> int:
     return num_bytes(item.value) if isinstance(item, Write) else 8
 
 
-def _frozen(value: Any) -> Array:
+def frozen(value: Any) -> Array:
+    """Return a read-only copy of a value."""
     array = np.array(value)
     array.flags.writeable = False
     return array

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, cycle
 from typing import Any, final
 from uuid import uuid4
@@ -21,6 +21,7 @@ from ...cluster import ClosureEngine, StateHandle
 from ...context import BESIDE
 from ...errors import ContextError, WorkerLostError
 from ...values import IndexedSlices
+from ._copies import CopiedServer, Copies
 from ._messages import (
     FROM_COORDINATOR,
     Array,
@@ -34,8 +35,14 @@ from ._messages import (
     Write,
 )
 from ._partition import ServedRows
-from ._server import ParameterServer
+from ._server import ParameterServer, frozen
 from ._variables import ServedVariable, split_value
+
+MAX_REPAIRS = 5
+"""So many times a call is made again to a copy that has taken the place of its server."""
+
+READS = ("pull", "slots")
+"""What changes nothing, so that copies need not know of it."""
 
 LEASES = 0
 """Number of the server that knows what closures have taken from iterators."""
@@ -49,6 +56,7 @@ class Servers:
         engine: Where they are.
         num_servers: How many.
         max_staleness: Gradients that are older are dropped; None drops none.
+        replicate: Whether each server has a copy.
 
     Attributes:
         engine: As given.
@@ -63,9 +71,14 @@ class Servers:
         pending: Those that are not placed yet.
         missing: The numbers of those that were lost with a server.
         settings: Of the optimizers that closures use, by number.
+        resources: Numbers what workers keep.
+        copies: Looks after the copies; None without them.
     """
 
-    def __init__(self, engine: ClosureEngine, num_servers: int, max_staleness: int | None) -> None:
+    def __init__(
+        self, engine: ClosureEngine, num_servers: int, max_staleness: int | None,
+        replicate: bool = False,
+    ) -> None:  # fmt: skip
         self.engine = engine
         self.strategy_id = uuid4().hex
         self.epoch = 0
@@ -84,11 +97,12 @@ class Servers:
         self.missing: dict[int, None] = {}
         self._makers: dict[int, tuple[object, Array]] = {}
         self._numbers = count()
-        self._resources = count()
+        self.resources = count()
         self._next_server = 0
         self._newest: dict[int, tuple[int, bytes]] = {}
         self._recipes: dict[int, tuple[int, bytes]] = {}  # that servers have
         self.settings: dict[int, Any] = {}
+        self.copies = Copies(self._handles, self._new_copy) if replicate else None
 
     # ---- variables -------------------------------------------------------------------------
 
@@ -119,10 +133,6 @@ class Servers:
         """Return a variable by its number."""
         return self.variables[number]
 
-    def next_resource(self) -> int:
-        """Number a resource of the workers."""
-        return next(self._resources)
-
     def know(self, number: int, settings: object, recipe: bytes) -> int:
         """Remember the settings of an optimizer that closures use; return which ones they are."""
         self.settings[number] = settings
@@ -150,7 +160,8 @@ class Servers:
             return
         async with self.lock:
             if not self.is_started:
-                await self.engine.start(self.num_servers)
+                least = 1 if self.copies is None else 2  # a copy is in another process
+                await self.engine.start(max(self.num_servers, least))
                 self._has_engine = True
                 for server in range(self.num_servers):
                     await self._create(server)
@@ -159,24 +170,26 @@ class Servers:
             await self.place(self.pending.values())
 
     async def _create(self, server: int) -> None:
+        create, owner = self.engine.create_state, self.strategy_id
         args = (server, self._max_staleness, self.epoch, self.oldest, self.birth)
-        self._handles[server] = await self.engine.create_state(
-            self.strategy_id, ParameterServer, args, server
+        if self.copies is None:
+            self._handles[server] = await create(owner, ParameterServer, args, server)
+        else:
+            self._handles[server] = await create(owner, CopiedServer, (False, *args), server)
+            await self.copies.begin(server)
+
+    async def _new_copy(self, server: int, primary: StateHandle) -> StateHandle:
+        return await self.engine.create_state(
+            self.strategy_id, CopiedServer, (True, server), server, apart_from=primary
         )
 
     async def place(self, variables: Iterable[ServedVariable]) -> None:
         batch = [*variables]
         new: dict[int, list[NewShard]] = {}
         for variable in batch:
-            spec, value = variable.spec, variable._cell.components[0]
-            call, stand_in = self._makers.get(spec.variable_id, (None, None))
-            for i, part in split_value(spec, value):
-                constraint = variable.constraint
-                if call is not None and value is stand_in:  # no checkpoint has brought another
-                    begin = spec.shards[i].begin
-                    part = ShardRows(call, begin, spec.shape_of(i), spec.dtype)  # noqa: PLW2901
-                shard = NewShard((spec.variable_id, i), part, spec.name, spec.trainable, constraint)
-                new.setdefault(spec.shards[i].server, []).append(shard)
+            made_by = self._makers.get(variable.spec.variable_id, (None, None))
+            for server, shard in _new_shards(variable, *made_by):
+                new.setdefault(server, []).append(shard)
         await self.all({server: (shards,) for server, shards in new.items()}, "create")
         for variable in batch:
             variable.leave_home()
@@ -191,13 +204,22 @@ class Servers:
             WorkerLostError: If it is gone; names its variables.
             Exception: What the method raises.
         """
-        handle = self._handles.get(server)
-        if handle is None:
-            raise self.lost_error(server)
-        try:
-            return await handle.call(method, *args)
-        except WorkerLostError as error:
-            raise self.noticed(error) from error
+        num_repairs, copies = 0, self.copies
+        while True:
+            handle = self._handles.get(server)
+            if handle is None:
+                raise self.lost_error(server)
+            try:
+                result = await handle.call(method, *args)
+                if copies is not None and method not in READS:
+                    await handle.call("followed", is_wait=True)
+            except WorkerLostError as error:
+                num_repairs += 1
+                has_tried = num_repairs > MAX_REPAIRS
+                if copies is None or has_tried or not await copies.repair(server):
+                    raise self.noticed(error) from error
+            else:
+                return result
 
     async def all(self, calls: Mapping[int, tuple[object, ...]], method: str) -> dict[int, Any]:
         """Ask several servers at once; if some fail, wait for the others."""
@@ -215,6 +237,8 @@ class Servers:
         if not error.ranks:
             return error
         for server in error.ranks:
+            if self.copies is not None and not self.copies.is_lost(server):
+                continue  # somebody could not reach it, but it is there
             if self._handles.pop(server, None) is not None:
                 for number, variable in self.variables.items():
                     if number not in self.pending and any(
@@ -231,15 +255,7 @@ class Servers:
 
     def lost_error(self, server: int) -> WorkerLostError:
         """Say what was lost with a server."""
-        names = tuple(variable.name for variable in self.lost_variables)
-        listed = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
-        what = f", and with it the variables {listed}" if names else ""
-        return WorkerLostError(
-            f"Parameter server {server} was lost{what}. Restore the newest checkpoint: `await "
-            "manager.restore(state)` puts them on another one.",
-            ranks=(server,),
-            variables=names,
-        )
+        return _lost_error(server, tuple(variable.name for variable in self.lost_variables))
 
     def require_all(self) -> None:
         """Check that nothing is lost.
@@ -258,6 +274,9 @@ class Servers:
 
     async def revive(self) -> None:
         """Make lost servers anew, without variables."""
+        for server in [i for i, handle in self._handles.items() if handle.is_lost]:
+            if self.copies is None or not await self.copies.repair(server):
+                self.noticed(WorkerLostError("Its process is gone.", ranks=(server,)))
         for server in range(self.num_servers):
             if server not in self._handles:
                 self.birth += server == LEASES
@@ -275,15 +294,7 @@ class Servers:
         inverse: Array | None = None
         if rows is not None:
             flat, inverse = np.unique(rows.reshape(-1), return_inverse=True)
-        requests: dict[int, list[Pull]] = {}
-        for i, shard in enumerate(spec.shards):
-            pull = Pull((spec.variable_id, i), slot=spec.slot)
-            if flat is not None:
-                mine = flat[(flat >= shard.begin) & (flat < shard.end)] - shard.begin
-                if not mine.size:
-                    continue
-                pull = pull._replace(rows=mine)
-            requests.setdefault(shard.server, []).append(pull)
+        requests = _pulls_of(spec, flat)
         answers = await self.all({s: (pulls,) for s, pulls in requests.items()}, "pull")
         found: dict[Key, Array] = {}
         for server, pulls in requests.items():
@@ -314,12 +325,10 @@ class Servers:
         for i, part in split_value(spec, value):
             write = Write((spec.variable_id, i), 0, verb, part)
             items.setdefault(spec.shards[i].server, []).append(write)
-        stamp = Stamp(self.epoch, FROM_COORDINATOR, self.oldest)
+        stamp = Stamp(self.epoch, FROM_COORDINATOR, self.oldest, uuid4().hex)
         await self.all({s: (stamp, each) for s, each in items.items()}, "push")
         if verb == "assign" and not isinstance(value, IndexedSlices):
-            new = np.array(value)
-            new.flags.writeable = False
-            return new
+            return frozen(value)
         return await self.read(variable, None)
 
     async def _make_anew(self, variable: ServedVariable, value: Any) -> Array:
@@ -367,8 +376,7 @@ class Servers:
         while self._dropped:
             self._leaving[self._dropped.pop()] = newest
         gone = tuple(number for number, after in self._leaving.items() if after <= oldest)
-        for number in gone:
-            del self._leaving[number]
+        self._leaving = {n: after for n, after in self._leaving.items() if after > oldest}
         if gone:
             self.engine.release(self.strategy_id, [("resource", number) for number in gone])
         return gone
@@ -378,16 +386,55 @@ class Servers:
     async def aclose(self) -> None:
         """Let the cluster go; the variables are lost with it."""
         was_started, self.is_started = self.is_started, False
+        if self.copies is not None:
+            await self.copies.aclose()
         self._handles.clear()
         if self._has_engine:
             self._has_engine = False
             self.engine.release(self.strategy_id)
             await self.engine.aclose()
         if was_started:
-            for number in tuple(self.variables):
-                if number not in self.pending:
-                    self.missing[number] = None
+            self.missing |= dict.fromkeys(sorted({*self.variables} - self.pending.keys()))
 
     def __repr__(self) -> str:
         size, lost = len(self.variables), len(self.lost_variables)
         return f"<Servers | {self.num_servers} servers, {size} variables, {lost} lost>"
+
+
+def _pulls_of(spec: Spec, rows: Array | None) -> dict[int, list[Pull]]:
+    """Return how to ask each server for a variable, or for rows of it."""
+    requests: dict[int, list[Pull]] = {}
+    for i, shard in enumerate(spec.shards):
+        pull = Pull((spec.variable_id, i), slot=spec.slot)
+        if rows is not None:
+            mine = rows[(rows >= shard.begin) & (rows < shard.end)] - shard.begin
+            if not mine.size:
+                continue
+            pull = pull._replace(rows=mine)
+        requests.setdefault(shard.server, []).append(pull)
+    return requests
+
+
+def _new_shards(
+    variable: ServedVariable, call: object, stand_in: Array | None
+) -> Iterator[tuple[int, NewShard]]:
+    """Give the shards of a variable, each with its server."""
+    spec, value = variable.spec, variable._cell.components[0]
+    for i, part in split_value(spec, value):
+        first: Array | ShardRows = part
+        if call is not None and value is stand_in:  # no checkpoint has brought another
+            first = ShardRows(call, spec.shards[i].begin, spec.shape_of(i), spec.dtype)
+        key = spec.variable_id, i
+        shard = NewShard(key, first, spec.name, spec.trainable, variable.constraint)
+        yield spec.shards[i].server, shard
+
+
+def _lost_error(server: int, names: tuple[str, ...]) -> WorkerLostError:
+    listed = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
+    what = f", and with it the variables {listed}" if names else ""
+    return WorkerLostError(
+        f"Parameter server {server} was lost{what}. Restore the newest checkpoint: `await "
+        "manager.restore(state)` puts them on another one.",
+        ranks=(server,),
+        variables=names,
+    )

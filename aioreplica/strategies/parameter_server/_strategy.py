@@ -44,6 +44,8 @@ class ParameterServerStrategy(Strategy):
         variable_partitioner: Cuts variables into shards; None keeps them whole.
         max_staleness: Gradients computed from a value that was replaced more often than this are
             dropped; None drops none.
+        replicate: Whether each parameter server has a copy in another of their processes, which
+            takes its place when it is lost. Needs two of them at least.
         security: A `distributed.Security` for an address.
 
     Raises:
@@ -63,6 +65,7 @@ class ParameterServerStrategy(Strategy):
         num_workers: int = 2,
         variable_partitioner: PartitionFn | None = None,
         max_staleness: int | None = None,
+        replicate: bool = False,
         security: object = None,
     ) -> None:
         if max_staleness is not None:
@@ -81,7 +84,7 @@ class ParameterServerStrategy(Strategy):
             )
         self._num_ps = num_ps
         self._partitioner = variable_partitioner
-        self._servers = Servers(self._engine, num_ps, max_staleness)
+        self._servers = Servers(self._engine, num_ps, max_staleness, replicate)
         self._coordinator: Coordinator | None = None
         self._next_closure = 0
         super().__init__(
@@ -143,6 +146,12 @@ class ParameterServerStrategy(Strategy):
     def lost_variables(self) -> tuple[str, ...]:
         """Names of the variables that were lost with a parameter server and not restored."""
         return tuple(variable.name for variable in self._servers.lost_variables)
+
+    @property
+    def unreplicated_servers(self) -> tuple[int, ...]:
+        """Numbers of parameter servers without a copy, with `replicate=True`."""
+        copies = self._servers.copies
+        return () if copies is None else copies.alone
 
     # ---- for its coordinator -----------------------------------------------------------------
 

@@ -1,0 +1,166 @@
+"""States on parameter servers of Dask: an actor keeps one, and handles call it.
+
+Calls of a state are one at a time, in the thread that Dask has for actors. What waits does so on
+the event loop of Dask's worker, beside them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
+
+from ..context import REGISTRY
+from ..devices import OwnedTask
+from ..errors import WorkerLostError
+from ._closures import ClosureWorker, StateHandle
+from ._dask_processes import load_dask
+
+
+@final
+class DaskHost:
+    """The actor: keeps a state, and tells its errors from those of the connection.
+
+    Args:
+        data: The pickled factory and its arguments.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        factory, args = pickle.loads(data)
+        self._state = factory(*args)
+
+    def call(self, method: str, args: tuple[Any, ...]) -> tuple[Any, Exception | None]:
+        """Return the result of a method, or what it raised."""
+        try:
+            arrived = [a.arrived() if isinstance(a, _SentHandle) else a for a in args]
+            return getattr(self._state, method)(*arrived), None
+        except Exception as error:  # noqa: BLE001 - raised by the caller
+            return None, error
+
+    async def wait(self, method: str, args: tuple[Any, ...]) -> tuple[Any, Exception | None]:
+        """Do the same with a method that returns a future, beside `call`."""
+        try:
+            return await asyncio.wrap_future(getattr(self._state, method)(*args)), None
+        except Exception as error:  # noqa: BLE001 - raised by the caller
+            return None, error
+
+
+@final
+class _SentHandle(NamedTuple):
+    """A handle on its way to a state.
+
+    Made there in the thread of the call: an actor looks in its thread for the worker that it is on.
+    """
+
+    owner: str
+    server: int
+    actor: bytes
+
+    def arrived(self) -> DaskState:
+        return DaskState(self.owner, self.server, pickle.loads(self.actor))
+
+
+async def actor_of(client: Any, future: Any) -> Any:
+    with client.as_current():  # an actor looks for it
+        return await future
+
+
+@final
+class DaskState(StateHandle):
+    def __init__(
+        self, owner: str, server: int, actor: Any, client: Any = None, future: object = None
+    ) -> None:
+        self.server = server
+        self.place: str = actor._address
+        self._actor = actor
+        self._client = client  # None on workers, where actors find their own
+        self._future = future  # keeps the actor alive
+        self._is_lost: asyncio.Future[None] | None = None
+        if client is not None:
+            self._is_lost = asyncio.get_running_loop().create_future()
+        # An actor whose worker is gone waits for its future, which would wait for ever: no other
+        # worker may have it.
+        actor._future = None
+        data = pickle.dumps(actor, protocol=5)
+        self._reduced = _state_on_worker, (owner, server, actor.key, data)
+        self._sent = _SentHandle(owner, server, data)
+
+    def lose(self) -> None:
+        """Learn that its worker is gone."""
+        if self._is_lost is not None and not self._is_lost.done():
+            self._is_lost.set_result(None)
+
+    @property
+    def is_lost(self) -> bool:
+        return self._is_lost is not None and self._is_lost.done()
+
+    def when_lost(self, tell: Callable[[], object]) -> None:
+        assert self._is_lost is not None
+        self._is_lost.add_done_callback(lambda _lost: tell())
+
+    async def call(self, method: str, *args: Any, is_wait: bool = False) -> Any:
+        """Call in the program, until the scheduler says that the worker is gone.
+
+        A connection to it would be tried again and again, for half a minute.
+        """
+        assert self._is_lost is not None
+        calling = OwnedTask[Any](self._call(method, args, is_wait), f"call of server {self.server}")
+        try:
+            await asyncio.wait([calling.task, self._is_lost], return_when=asyncio.FIRST_COMPLETED)
+            if calling.is_done:
+                return await calling
+        finally:
+            calling.cancel()
+        raise self._lost(ConnectionError("its process is gone"))
+
+    async def _call(self, method: str, args: tuple[Any, ...], is_wait: bool) -> object:
+        try:
+            with self._client.as_current():
+                pending = self._pending(method, args, is_wait)
+            result, error = await pending
+        except Exception as failure:
+            raise self._lost(failure) from failure
+        if error is not None:
+            raise error
+        return result
+
+    def _pending(self, method: str, args: tuple[Any, ...], is_wait: bool) -> Any:
+        sent = tuple(each._sent if isinstance(each, DaskState) else each for each in args)
+        return (self._actor.wait if is_wait else self._actor.call)(method, sent)
+
+    def begin(self, method: str, *args: Any, is_wait: bool = False) -> Callable[[], Any]:
+        try:
+            pending = self._pending(method, args, is_wait)
+        except Exception as failure:
+            raise self._lost(failure) from failure
+
+        def finish() -> object:
+            try:
+                result, error = pending.result()
+            except Exception as failure:
+                raise self._lost(failure) from failure
+            if error is not None:
+                raise error
+            return result
+
+        return finish
+
+    def _lost(self, failure: Exception) -> WorkerLostError:
+        return WorkerLostError(
+            f"Parameter server {self.server} was lost: {failure}", ranks=(self.server,)
+        )
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return self._reduced
+
+
+def _state_on_worker(owner: str, server: int, key: str, actor: bytes) -> DaskState:
+    """Return a worker's handle of a state, one for all tasks: each new actor asks the scheduler."""
+    worker = closure_worker()
+    return worker.once(owner, key, lambda: DaskState(owner, server, pickle.loads(actor)))
+
+
+def closure_worker(worker: Any = None) -> ClosureWorker:
+    name = str((load_dask().get_worker() if worker is None else worker).name)
+    return REGISTRY.once(f"closure_worker:{name}", lambda: ClosureWorker(name))
