@@ -12,6 +12,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch import nn
 
 from ..context import OVERRIDES, PLACE
 from ..replica import RunningReplica
-from ..tree import map_leaves
+from ..tree import leaves, map_leaves
 from ..values import Variable, local_value
 from ._torch_random import SeededDraws, SeedStreams, may_draw
 from ._variables import ModelVariables, new_state, require_outside_replicas, write_state
@@ -34,9 +35,11 @@ class TorchModule:
     """A module whose parameters and buffers are variables; made by `torch_module`.
 
     Calling it calls the module with the values that its variables have here, and gives what the
-    module gives. NumPy arrays among the arguments become tensors of their own. Buffers that a call
-    changes, such as running statistics, are written to their variables when it returns. Hooks that
-    its parameters have, of `register_hook`, are called with the gradient of each replica's loss.
+    module gives, on the device of its first tensor argument: the variables are copied there, and
+    gradients back. NumPy arrays among the arguments become tensors of their own, there too.
+    Buffers that a call changes, such as running statistics, are written to their variables when it
+    returns. Hooks that its parameters have, of `register_hook`, are called with the gradient of
+    each replica's loss.
 
     Args:
         module: The module.
@@ -195,8 +198,12 @@ class TorchModule:
     ) -> object:
         state = {key: local_value(variable) for key, variable in self._buffers.items()}
         shell.bind({key: _tensor(value) for key, value in state.items()})
+        device, as_tensor = _device_of(args, kwargs), _as_tensor
+        if device is not None:
+            shell.move(device)
+            as_tensor = partial(_as_tensor, device=device)
+        args, kwargs = map_leaves(as_tensor, (args, kwargs))
         before = shell.versions()
-        args, kwargs = map_leaves(_as_tensor, (args, kwargs))
         with self._seeded():
             result = getattr(shell.module, method)(*args, **kwargs)
         after = shell.versions()
@@ -334,6 +341,12 @@ class _Shell:
             if key in tensors:
                 place[label] = tensors[key]
 
+    def move(self, device: torch.device) -> None:
+        """Copy the tensors to a device; gradients come back the same way."""
+        with torch.inference_mode(mode=False):
+            moved = {key: self.tensor(key).to(device) for key in self._empty}
+        self.bind(moved)
+
     def clear(self) -> None:
         """Take the tensors out."""
         self.bind(self._empty)
@@ -433,5 +446,13 @@ def _tensor(value: Array | torch.Tensor) -> torch.Tensor:
         return torch.tensor(value)
 
 
-def _as_tensor(leaf: object) -> object:
-    return torch.tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+def _as_tensor(leaf: object, device: torch.device | None = None) -> object:
+    return torch.tensor(leaf, device=device) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+    """Return the device of the first tensor among the arguments; None for the host."""
+    first = args[0] if args else None
+    if not isinstance(first, torch.Tensor):
+        first = next((x for x in leaves((args, kwargs)) if isinstance(x, torch.Tensor)), None)
+    return None if first is None or first.device.type == "cpu" else first.device

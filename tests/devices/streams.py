@@ -20,9 +20,11 @@ from aioreplica.devices.backends import Backend, TorchBackend
 pytest.importorskip("torch")  # doctests are looked for in this file, too
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 POISON = -7777
+DEVICE = torch.device("cuda:0")
 LOCK = threading.RLock()  # of all streams: one GPU
 HERE = threading.local()
 aten: Any = torch.ops.aten
@@ -110,8 +112,15 @@ class DeviceArray(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return launch(func, args, kwargs or {})
 
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return DEVICE
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"DeviceArray{tuple(self.shape)}"
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        return self if args == (DEVICE,) else super().to(*args, **kwargs)
 
     def tolist(self) -> Any:
         return read(self).tolist()
@@ -127,6 +136,10 @@ def launch(func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(value, DeviceArray):
             held.append(value.memory)
             return value.numbers
+        if isinstance(value, torch.device):  # where the numbers really are
+            return torch.device("cpu")
+        if isinstance(value, torch.Tensor) and value.ndim:
+            raise RuntimeError(f"{func} got tensors of the host and of a device")
         return value.clone() if isinstance(value, torch.Tensor) else value
 
     plain, named = tree_map(numbers_of, args), tree_map(numbers_of, kwargs)
@@ -167,6 +180,30 @@ def upload(values: Any) -> DeviceArray:
     out = torch.full_like(source, poison_of(source.dtype))
     current().enqueue(lambda: out.copy_(source))
     return DeviceArray(out, Memory(out))
+
+
+class Upload(torch.autograd.Function):
+    """A copy to the device, and of gradients back."""
+
+    @staticmethod
+    def forward(_ctx: Any, array: torch.Tensor) -> DeviceArray:
+        return upload(array.detach())
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return read(gradients[0])
+
+
+class Copies(TorchFunctionMode):
+    """Takes the place of torch's own copies to the device; others are not known here."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = dict(kwargs or {})
+        if func is torch.tensor and named.get("device") == DEVICE:
+            return upload(torch.tensor(*args))
+        if func is torch.Tensor.to and args[1:] == (DEVICE,):
+            return Upload.apply(args[0])
+        return func(*args, **named)
 
 
 class StreamBackend(Backend):
@@ -211,6 +248,7 @@ def own_stream(device: str) -> Iterator[None]:
     own.wait_for(DEFAULT)
     HERE.stream = own
     try:
-        yield
+        with Copies():
+            yield
     finally:
         HERE.stream = before

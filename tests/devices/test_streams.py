@@ -407,3 +407,60 @@ async def test_a_variable_takes_the_numbers_of_an_op(pair: ar.MirroredStrategy) 
     await pair.run(step)
 
     assert total.value.tolist() == [4.0, 8.0]
+
+
+# ---- models ----------------------------------------------------------------------------------
+
+
+class Counting(torch.nn.Module):  # type: ignore[misc, name-defined]
+    """A model with parameters of two layers, and a buffer that calls write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.out = torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)
+        self.register_buffer("sums", torch.zeros(2))
+
+    def forward(self, x: Any, scale: Any) -> Any:
+        self.sums += x.detach().sum(0)
+        return self.out(torch.relu(self.hidden(x))) * scale
+
+
+async def trained(strategy: ar.Strategy) -> list[float]:
+    """Train a model on batches of the strategy's devices; return the numbers of all that came."""
+    torch.manual_seed(7)
+    with strategy.scope():
+        model = ar.autodiff.torch_module(Counting())
+        sgd = ar.optimizers.SGD(0.05)
+    rng = np.random.default_rng(3)
+    data = ar.ArrayDataset((rng.random((16, 2), np.float32), rng.random((16, 1), np.float32)), 4)
+    losses: list[Any] = []
+
+    async def step(x: Any, y: Any) -> Any:
+        def loss() -> Any:
+            once, again = model(x, np.float32([2.0])), model(x, scale=np.float32([0.5]))
+            difference = once + again - y
+            return (difference * difference).mean()
+
+        return await sgd.minimize(loss, model.variables)
+
+    async with strategy.distribute_dataset(data) as batches:
+        async for batch in batches:
+            parts = [as_tensors(strategy, each) for each in batch]
+            losses.extend(strategy.local_results(await strategy.run(step, args=parts)))
+    numbers = [*losses, *model.state_dict().values()]
+    return [float(x) for each in numbers for x in np.ravel(each)]
+
+
+def as_tensors(strategy: ar.Strategy, value: Any) -> ar.PerReplica:
+    return ar.PerReplica([torch.as_tensor(each) for each in strategy.local_results(value)])
+
+
+@pytest.mark.asyncio
+async def test_a_torch_module_is_trained_on_the_device_of_its_arguments(
+    pair: ar.MirroredStrategy,
+) -> None:
+    found = await trained(pair)
+    async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as on_host:
+        expected = await trained(on_host)
+
+    assert found == (pytest.approx(expected, rel=1e-4) if is_on_gpu() else expected)
