@@ -15,16 +15,18 @@ so.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import anyio
 import numpy as np
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ..errors import CheckpointError, ContextError, JournalError, PoisonedExampleError
 from ..online import DeadLetter, OnlineLearner
+from ..online._labels import taken_again
 from ..tree import map_leaves
 from ._request import Limits, answer, only_numbers, read_json, refusal
 
@@ -76,27 +78,46 @@ async def _unpin(learner: OnlineLearner, _given: Given) -> dict[str, object]:
 
 async def _retry(learner: OnlineLearner, given: Given) -> dict[str, object]:
     taken: dict[str, int | None] = {}
-    missing: list[int] = []
-    for number in _numbers(given):
-        now = learner.statistics()
-        if now.queue_depth >= now.queue_size:
-            what = f"The queue is full; taken again were {taken or 'none'}."
-            raise refusal(429, what, retry_after="5")
-        try:
-            taken[str(number)] = (await learner.retry(number)).number
-        except KeyError:
-            missing.append(number)
+
+    async def retry(number: int) -> None:
+        ticket = await taken_again(learner._open_engine(), number, waits=False)
+        taken[str(number)] = (await ticket.saved()).number
+
+    missing = await _each(_numbers(given), retry, "taken again", taken)
     return {"numbers": taken, "missing": missing}
 
 
 async def _discard(learner: OnlineLearner, given: Given) -> dict[str, object]:
+    done: dict[str, int | None] = {}
+
+    async def discard(number: int) -> None:
+        await learner.discard(number)
+        done[str(number)] = None
+
+    return {"missing": await _each(_numbers(given), discard, "discarded", done)}
+
+
+async def _each(
+    numbers: Sequence[int],
+    do: Callable[[int], Awaitable[None]],
+    what: str,
+    done: Mapping[str, int | None],
+) -> list[int]:
+    """Do something with each dead letter; return those that are not there.
+
+    A refusal says with which ones it was done, and with which ones not.
+    """
     missing: list[int] = []
-    for number in _numbers(given):
+    for position, number in enumerate(numbers):
         try:
-            await learner.discard(number)
+            await do(number)
         except KeyError:
             missing.append(number)
-    return {"missing": missing}
+        except _REFUSED as error:
+            left = ", ".join(map(str, numbers[position:]))
+            was = ", ".join(done) or "none"
+            raise _refusal_of(error, f" The letters {what}: {was}; not: {left}.") from error
+    return missing
 
 
 def _numbers(given: Given) -> list[int]:
@@ -120,6 +141,20 @@ OPERATIONS: Mapping[str, tuple[Operation, tuple[str, ...], str]] = {
 """By path: what is done, the fields of the body, and one sentence for documentation."""
 
 
+_REFUSED = (
+    ValueError, TypeError, anyio.WouldBlock, JournalError, CheckpointError, ContextError
+)  # fmt: skip
+
+
+def _refusal_of(error: Exception, more: str = "") -> HTTPException:
+    """Return what answers an operation that failed."""
+    if isinstance(error, anyio.WouldBlock):
+        return refusal(429, f"The queue is full.{more}", retry_after="5")
+    if isinstance(error, (JournalError, CheckpointError)):
+        return refusal(503, f"{error}{more}", retry_after="5")
+    return refusal(409 if isinstance(error, ContextError) else 422, f"{error}{more}")
+
+
 async def operate(path: str, learner: OnlineLearner, limits: Limits, request: Request) -> Response:
     """Carry out one operation, and answer."""
     operation, fields, _ = OPERATIONS[path]
@@ -132,14 +167,8 @@ async def operate(path: str, learner: OnlineLearner, limits: Limits, request: Re
         raise refusal(422, f"Fields are not known: {', '.join(unknown[:20])}; there are {known}.")
     try:
         done = await operation(learner, given)
-    except (ValueError, TypeError) as error:
-        raise refusal(422, str(error)) from error
-    except anyio.WouldBlock:
-        raise refusal(429, "The queue is full.", retry_after="5") from None
-    except (JournalError, CheckpointError) as error:
-        raise refusal(503, str(error), retry_after="5") from error
-    except ContextError as error:
-        raise refusal(409, str(error)) from error
+    except _REFUSED as error:
+        raise _refusal_of(error) from error
     now = learner.statistics()
     about = {"state": now.state, "version": now.version, "newest_version": now.newest_version}
     return answer({**done, **about, "generation": now.generation})

@@ -32,6 +32,7 @@ from ..devices import OwnedTask, require_loop
 from ..errors import ContextError
 from ..online import ExampleSpec, OnlineLearner
 from ..online._journal_keys import UnknownPredictionError
+from ..online._labels import label
 from ..tree import flatten, leaves, map_leaves, unflatten
 from ._request import Limits, answer, full, read_json, refusal, taking
 
@@ -235,7 +236,7 @@ async def take_label(
         raise full(learner)
     with taking(learner):
         try:
-            ticket = await learner.label(found["id"], target)
+            ticket = await label(learner._open_engine(), found["id"], target, waits=False)
         except UnknownPredictionError:
             what = "No prediction of this id waits for a label: it was never made here, or not "
             raise refusal(404, f"{what}saved before a crash, or is too old.") from None

@@ -33,6 +33,12 @@ AND number NOT IN (SELECT number FROM gone WHERE model = ?) ORDER BY number LIMI
 """
 
 
+_REMEMBER_GONE = """
+INSERT OR REPLACE INTO keys SELECT ?, x'', ?, value FROM facts WHERE name = 'clock_s'
+"""
+"""What is gone is known for as long as a key of now, whether or not the example had one."""
+
+
 class Consumer(NamedTuple):
     """A model that learns from a journal.
 
@@ -161,6 +167,7 @@ def take_out(run: Run, model: str, number: int, successor: int = 0) -> bool:
     if found:
         run("DELETE FROM dead WHERE model = ? AND number = ?", model, number)
         run("INSERT OR REPLACE INTO gone VALUES (?, ?, ?)", model, number, successor)
+        run(_REMEMBER_GONE, f"\0moved {number}", number)
         run(
             "DELETE FROM examples WHERE number = ? AND NOT EXISTS "
             "(SELECT 1 FROM consumers WHERE model != ? AND detached = '')",

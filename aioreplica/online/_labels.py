@@ -41,8 +41,8 @@ async def expected(engine: Engine, name: str) -> Mapping[str, Any]:
     return found.kept
 
 
-async def label(engine: Engine, name: str, target: object) -> Ticket:
-    """See `OnlineLearner.label`."""
+async def label(engine: Engine, name: str, target: object, *, waits: bool = True) -> Ticket:
+    """See `OnlineLearner.label`; without `waits` raises anyio.WouldBlock if the queue is full."""
     _require_kept(engine)
     label = Label(checked_key("prediction_id", name), as_example(target))
     found = await engine.intake.expected(name)
@@ -53,7 +53,7 @@ async def label(engine: Engine, name: str, target: object) -> Ticket:
         validate = engine.settings.validate
         examples.append(as_example(example if validate is None else validate(example)))
     submission = ExampleGroup(examples or [label.target], (Ticket(),), Entry(examples, label=label))
-    await engine.intake.take(submission)
+    await _take(engine, submission, waits=waits)
     return await submission.tickets[0].saved()
 
 
@@ -66,8 +66,15 @@ def _require_kept(engine: Engine) -> None:
         )
 
 
-async def taken_again(engine: Engine, number: int) -> Ticket:
-    """Take a dead letter of the served model again."""
+async def _take(engine: Engine, submission: ExampleGroup, *, waits: bool) -> None:
+    if waits:
+        await engine.intake.take(submission)
+    else:
+        engine.intake.take_nowait(submission)
+
+
+async def taken_again(engine: Engine, number: int, *, waits: bool = True) -> Ticket:
+    """Take a dead letter of the served model again; `waits` as in `label`."""
     if engine is not engine.owner.champion:
         raise ContextError(
             f"{engine.model!r} is not served, so none of its dead letters is taken again: those "
@@ -79,7 +86,7 @@ async def taken_again(engine: Engine, number: int) -> Ticket:
     is_journalled = engine.journal is not None
     submission = ExampleGroup.of([example], None, is_journalled, revived=(engine.model, number))
     if is_journalled:
-        await engine.owner.intake.take(submission)
+        await _take(engine.owner, submission, waits=waits)
     else:
         engine.intake.take_nowait(submission)
         await engine.dead.discard(number)

@@ -457,8 +457,7 @@ class OnlineLearner:
     async def ticket(self, number: int) -> Ticket:
         """Return a ticket of an example that was taken before, also by earlier learners.
 
-        That a dead letter was discarded or taken again is known as long as the journal remembers
-        the keys of earlier examples; without any, until the next checkpoint.
+        That a dead letter was discarded or taken again is known for the journal's `keep_keys_s`.
 
         Raises:
             KeyError: If none of that number was taken.

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from aioreplica.errors import JournalError
 from aioreplica.integrations.asgi import OnlineService
+from aioreplica.online._journal_file import JournalFile
 from tests.online.program import RAISES, Counting, example
 from tests.online.test_sources import Listed
 
@@ -91,6 +93,45 @@ async def test_dead_letters_are_discarded_or_wait_for_room(operated: Any) -> Non
     full = await operate(service, "/retry", {"numbers": [2]})
     assert (full.status, full.headers["retry-after"]) == (429, "5")
     assert [each.number for each in await program.learner.dead_letters()] == [2]
+
+
+@pytest.mark.asyncio
+async def test_a_retry_of_several_says_which_ones_were_taken_when_the_queue_is_full(
+    operated: Any,
+) -> None:
+    service, program = operated
+    for i in range(3):
+        ticket = await program.learner.submit(example(i, RAISES))
+        await until(lambda ticket=ticket: ticket.is_done)
+    await program.learner.pause()
+    for i in range(3, 5):
+        await program.learner.submit(example(i))
+    full = await operate(service, "/retry", {"numbers": [1, 9, 2, 3]})
+    assert (full.status, full.headers["retry-after"]) == (429, "5")
+    assert "The letters taken again: 1; not: 2, 3." in full.body.decode()
+    assert [each.number for each in await program.learner.dead_letters()] == [2, 3]
+
+
+@pytest.mark.asyncio
+async def test_a_discard_of_several_says_how_far_it_came(
+    operated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, program = operated
+    for i in range(3):
+        ticket = await program.learner.submit(example(i, RAISES))
+        await until(lambda ticket=ticket: ticket.is_done)
+    discard = JournalFile.discard
+
+    def failing(self: JournalFile, number: int, *more: Any) -> bool:
+        if number == 2:
+            raise JournalError("The disk is full.")
+        return discard(self, number, *more)
+
+    monkeypatch.setattr(JournalFile, "discard", failing)
+    answer = await operate(service, "/discard", {"numbers": [1, 2, 3]})
+    assert answer.status == 503
+    assert "The disk is full. The letters discarded: 1; not: 2, 3." in answer.body.decode()
+    assert [each.number for each in await program.learner.dead_letters()] == [2, 3]
 
 
 @pytest.mark.asyncio

@@ -5,12 +5,14 @@ import gc
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 import aioreplica as ar
 from aioreplica.errors import ContextError, PoisonedExampleError
 from aioreplica.online import Journal
 from aioreplica.online._journal_format import Dead, Entry
+from aioreplica.online._labels import label, taken_again
 from aioreplica.online._ticket import Ticket
 
 from .program import RAISES, Counting, example
@@ -101,6 +103,43 @@ async def test_replays_are_told_when_the_learner_is_closed(folder: Path) -> None
             await closing
         with pytest.raises(ContextError, match="The journal has it"):
             await again
+
+
+@pytest.mark.asyncio
+async def test_a_discarded_example_without_a_key_is_not_called_learned(folder: Path) -> None:
+    async with Counting(folder, max_batch=1) as program:
+        learner = program.learner
+        for mood in (RAISES, 0.0):
+            ticket = await learner.submit(example(0, mood))
+            if mood:
+                with pytest.raises(PoisonedExampleError):
+                    await ticket
+                await learner.discard(1)
+        await ticket
+        await learner.checkpoint()  # which forgets what is too old
+        with pytest.raises(PoisonedExampleError, match="discarded"):
+            await (await learner.ticket(1))
+
+
+@pytest.mark.asyncio
+async def test_labels_and_retries_that_do_not_wait_are_refused_when_the_queue_is_full(
+    folder: Path,
+) -> None:
+    journal = Journal(folder / "journal.db", label_ttl_s=60.0)
+    async with Counting(folder, max_batch=1, queue_size=1, journal=journal) as program:
+        learner = program.learner
+        with pytest.raises(PoisonedExampleError):
+            await (await learner.submit(example(0, RAISES)))
+        learner.expect(example(1), prediction_id="a")
+        await learner.pause()
+        await learner.submit(example(2))
+        engine = learner._open_engine()
+        with pytest.raises(anyio.WouldBlock):
+            await label(engine, "a", 1.0, waits=False)
+        with pytest.raises(anyio.WouldBlock):
+            await taken_again(engine, 1, waits=False)
+        assert "input" in await learner.expected("a")
+        assert [each.number for each in await learner.dead_letters()] == [1]
 
 
 def test_what_has_taken_a_place_is_forgotten_with_its_key(folder: Path) -> None:
