@@ -27,6 +27,7 @@ KIB, MIB = 1024, 1024 * 1024
 SIZES = (4 * KIB, MIB, 16 * MIB, 64 * MIB)
 CALLS = {4 * KIB: 30, MIB: 10, 16 * MIB: 2, 64 * MIB: 1}
 NUM_LAG = 6
+NUM_HANDLES = 32
 FREED_BYTES = 24 * MIB
 LATE_S = 2.0
 
@@ -94,6 +95,38 @@ async def compare_sizes(
     return samples
 
 
+async def compare_handles(
+    bare: Blocking, barrier: Callable[[], None], num_rounds: int
+) -> dict[str, list[float]]:
+    """Time reductions of 4 KiB that are started together beside as many calls of the engine, in µs.
+
+    Args:
+        bare: Call of the engine.
+        barrier: Of the engine.
+        num_rounds: Samples of each.
+    """
+    ctx = ar.get_replica_context()
+    assert ctx is not None
+    arrays = [np.ones(KIB, np.float32) for _ in range(NUM_HANDLES)]
+    both: dict[str, list[float]] = {"ours": [], "floor": []}
+    for turn in range(num_rounds + 1):
+        for name, kept in both.items():
+            times = []
+            for _ in range(10):
+                barrier()
+                start = perf_counter()
+                if name == "floor":
+                    results = [bare(x) for x in arrays]
+                else:
+                    handles = [ctx.start_all_reduce("sum", x) for x in arrays]
+                    results = [await handle for handle in handles]
+                times.append(perf_counter() - start)
+                assert results[-1][-1] == ctx.num_replicas_in_sync
+            if turn:
+                kept.append(median(times) * 1e6)
+    return both
+
+
 async def measure_wait(c: Communicator) -> float:
     """Return the CPU seconds that worker 0 uses while worker 1 is two seconds late."""
     await c.barrier()
@@ -129,13 +162,17 @@ async def measure(engine: str, num_rounds: int) -> dict[str, Any]:
         def all_reduce(x: Any) -> Awaitable[Any]:
             return ctx.all_reduce("sum", x)
 
-        return await compare_sizes(all_reduce, c.size, bare, barrier, num_rounds)
+        sizes = await compare_sizes(all_reduce, c.size, bare, barrier, num_rounds)
+        return sizes, await compare_handles(bare, barrier, num_rounds)
 
     ar.set_logical_devices("cpu", 1)
     again = await connect(engine=engine, timeout=120.0)
     async with ar.MultiWorkerMirroredStrategy(again) as strategy:
-        in_step = strategy.local_results(await strategy.run(step))[0]
-    return {"rank": c.rank, "sizes": in_step, "alone": alone, "cpu": waits, "lag": lags}
+        in_step, handles = strategy.local_results(await strategy.run(step))[0]
+    return {
+        "rank": c.rank, "sizes": in_step, "handles": handles, "alone": alone, "cpu": waits,
+        "lag": lags,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

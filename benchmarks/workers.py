@@ -25,10 +25,11 @@ from typing import Any
 from ._command import parse_options
 from ._report import format_table, summarise, write_json
 from ._row import Row, Target, compared_row
-from ._worker import SIZES
+from ._worker import NUM_HANDLES, SIZES
 
 NUM_WORKERS = 2
 RATIO = Target("ratio", 1.25)
+HANDLES = Target("ratio", 3.0)
 SMALL_US = Target("difference", 80.0)
 CPU_S = Target("ours", 0.15)
 LAG_MS = Target("ours", 10.0)
@@ -68,6 +69,12 @@ def rows_of(engine: str, loop: str, told: Mapping[str, Any]) -> list[Row]:
                     **told[key][str(size)],
                 )
             )  # fmt: skip
+    rows.append(
+        compared_row(
+            f"{name} {NUM_HANDLES} handles of 4 KiB", loop, NUM_WORKERS, "µs", target=HANDLES,
+            against="as many of its calls, blocking", **told["handles"],
+        )
+    )  # fmt: skip
     for what, unit, key, target in (
         ("CPU while a worker is 2 s late", "s", "cpu", CPU_S),
         ("loop lag, 64 MiB", "ms, p99", "lag", LAG_MS),

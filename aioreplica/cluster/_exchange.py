@@ -3,6 +3,10 @@
 An exchange is a future that goes from stage to stage in callbacks, because a small reduction in a
 training step would cost less than the tasks that wait for it. Tasks are made only where there is
 more to carry than what came with the frames.
+
+Exchanges queue. The first of the queue sends its frame, which names the reductions behind it too;
+what all workers have queued is one exchange, and the rest stays in the queue. How many they are
+differs between workers, and what is decided does not: it follows from the frames of all.
 """
 
 from __future__ import annotations
@@ -11,15 +15,26 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from ..collectives import Carry, Summands, gather_bytes, no_data
+from ..collectives import (
+    SLOT_BYTES,
+    Carry,
+    Summands,
+    gather_bytes,
+    join_run,
+    no_data,
+    runs_of,
+    share_totals,
+)
 from ..devices import OwnedTask, is_interrupted, wait_shielded
 from ..devices.backends import reduce_arrays
 from ..errors import WorkerLostError
 from ..typing import ReduceOp
 from ._communicator import Communicator
 from ._frame import (
+    MAX_FOLLOWERS,
     Agreed,
     Closed,
     Differs,
@@ -30,6 +45,7 @@ from ._frame import (
     decide,
     digest_of,
     slots_if_one_collective,
+    slots_in_common,
 )
 from ._rows import WorkerRows, workers_mismatch_error
 
@@ -37,7 +53,10 @@ if TYPE_CHECKING:
     from ._workers import WorkersRun
 
 T = TypeVar("T")
+
 NOTHING_AHEAD = Summands(ReduceOp.SUM, [], are_lent=False)
+FUSED_BYTES = 1024 * 1024
+"""Bytes of arrays that go together; above that, they gain nothing by it."""
 
 
 @final
@@ -51,6 +70,7 @@ class Exchange(asyncio.Future[T]):
         where: Describes where this worker is, for errors.
         carry: Called if all agree.
         ahead: What is reduced before that.
+        can_fuse: Whether it is a reduction that may go with others.
 
     Attributes:
         frame: The same.
@@ -62,8 +82,8 @@ class Exchange(asyncio.Future[T]):
     """
 
     __slots__ = (
-        "_ahead", "_carry", "_is_cancelled", "_run", "_slots", "_then", "_what", "_where",
-        "frame", "is_over",
+        "_ahead", "_can_fuse", "_carry", "_is_cancelled", "_num_led", "_queue", "_run", "_slots",
+        "_then", "_what", "_where", "frame", "is_over",
     )  # fmt: skip
 
     def __init__(
@@ -74,6 +94,8 @@ class Exchange(asyncio.Future[T]):
         where: Callable[[Frame], WorkerRows],
         carry: Carry[T],
         ahead: Summands = NOTHING_AHEAD,
+        *,
+        can_fuse: bool = False,
     ) -> None:
         super().__init__(loop=asyncio.get_running_loop())
         self.frame = frame
@@ -83,6 +105,9 @@ class Exchange(asyncio.Future[T]):
         self._where = where
         self._carry: Carry[Any] = carry
         self._ahead = ahead
+        self._can_fuse = can_fuse
+        self._queue = run.workers.queue
+        self._num_led = 0  # of those queued behind it
         self._slots: list[bytes] | None = None
         self._is_cancelled = False  # and ends when it is over
         self._then: list[Callable[[], object]] = []
@@ -136,20 +161,21 @@ class Exchange(asyncio.Future[T]):
 
     # ---- from stage to stage -------------------------------------------------------------
 
-    def enter(self, _before: object = None) -> None:
+    def enter(self) -> None:
         """Begin when the exchanges before are over, unless the wait was cancelled already."""
         if self.done():
             self._end()
             return
         workers = self._run.workers
         before = workers.before()
-        workers.last = self
-        if before is None or before.is_over:
+        self._queue = workers.queue
+        self._queue.append(self)
+        if before is None:
             self._begin()
-        else:
-            before.when_over(self._begin)
 
     def _begin(self) -> None:
+        if self.is_over:  # it was led
+            return
         run, workers = self._run, self._run.workers
         try:
             if self.frame.kind is FrameKind.COLLECTIVE:
@@ -174,40 +200,83 @@ class Exchange(asyncio.Future[T]):
 
     def _send(self, communicator: Communicator) -> None:
         """Send the frame, with what is ahead behind it if there is room, else after it."""
-        ahead, run, room = self._ahead, self._run, self._run.workers.room
+        run, room = self._run, self._run.workers.room
         try:
             frame = self.frame = run.numbered(self.frame)
             communicator._what = f"{self._what} of run {frame.run} ({run.function})"
-            is_behind = ahead.num_bytes <= room
-            behind, after = (ahead.arrays, []) if is_behind else ((), ahead.arrays)
+            batch = self._batch()
+            behind: list[Any] = []
+            after: list[Any] = []  # checked now; `_look` says what goes
+            num_bytes = 0
+            for each in batch:
+                num_bytes += each._ahead.num_bytes
+                (behind if num_bytes <= room else after).extend(each._ahead.arrays)
+            followers = [each.frame for each in batch[1:]]
+            all_ahead = [each._ahead for each in batch]
             came = communicator.all_gather_then_reduce(
-                frame.encode(room, behind), partial(self._look, ahead, is_behind), after, ahead.op
-            )
-            came.add_done_callback(partial(self._came, communicator))
+                frame.encode(room, behind, followers),
+                partial(self._look, batch, all_ahead, room, after), after, self._ahead.op,
+            )  # fmt: skip
+            came.add_done_callback(partial(self._came, communicator, batch))
         except BaseException as error:
             self._break(error)
             if not isinstance(error, Exception):
                 raise
 
-    def _look(self, ahead: Summands, is_behind: bool, rows: Any) -> bool:
+    def _batch(self) -> list[Exchange[Any]]:
+        """Return this exchange and those queued behind it that could go with it."""
+        batch: list[Exchange[Any]] = [self]
+        if not self._can_fuse or len(self._queue) == 1:
+            return batch
+        ahead, num_bytes, num_in_slot = self._ahead, 0, 0
+        for each in islice(self._queue, MAX_FOLLOWERS + 1):
+            num_bytes += each._ahead.num_bytes
+            num_in_slot += len(each.frame.slot)
+            is_full = num_bytes > FUSED_BYTES or num_in_slot > SLOT_BYTES
+            is_alike = each._can_fuse and each._run is self._run and each._ahead.op is ahead.op
+            if each is not self:
+                if is_full or not is_alike:
+                    break
+                batch.append(each)
+        return batch
+
+    def _look(
+        self,
+        batch: list[Exchange[Any]],
+        all_ahead: list[Summands],
+        room: int,
+        after: list[Any],
+        rows: Any,
+    ) -> bool:
         """Tell whether to reduce what follows; on the engine's thread, which then does it."""
         slots = self._slots = slots_if_one_collective(rows)
         if slots is None:
             return False
-        if is_behind:
-            columns = zip(*(arrays_behind(row, ahead.arrays) for row in rows), strict=True)
-            ahead.totals = [reduce_arrays(ahead.op, column) for column in columns]
+        common = slots_in_common(rows, self.frame, [each.frame for each in batch[1:]])
+        self._num_led = len(common)
+        for each, its_slots in zip(batch[1:], common, strict=False):
+            each._slots = its_slots
+        all_ahead = all_ahead[: 1 + len(common)]
+        if sum([each.num_bytes for each in all_ahead]) <= room:
+            runs, op = runs_of(all_ahead), all_ahead[0].op
+            columns = zip(*(arrays_behind(row, runs) for row in rows), strict=True)
+            share_totals(all_ahead, [reduce_arrays(op, column) for column in columns])
             return False
-        ahead.begin()
+        for summands in all_ahead:
+            summands.begin()
+        after[:] = map(join_run, runs_of(all_ahead))
         return True
 
-    def _came(self, communicator: Communicator, came: asyncio.Future[Any]) -> None:
+    def _came(
+        self, communicator: Communicator, batch: list[Exchange[Any]], came: asyncio.Future[Any]
+    ) -> None:
         """Do what follows from the frames of all workers."""
-        ahead = self._ahead
         try:
             rows, totals = came.result()
+            members = batch[: 1 + self._num_led]
+            all_ahead = [each._ahead for each in members]
             if totals is not None:
-                ahead.totals = totals
+                share_totals(all_ahead, totals)
             slots = self._slots
             if slots is None:
                 frames = list(map(Frame.decode, rows))
@@ -216,7 +285,7 @@ class Exchange(asyncio.Future[T]):
                     self._spawn(self._disagree(communicator, frames, decision))
                     return
                 slots = decision.slots
-            self._run.workers.agreed(ahead.num_bytes)
+            self._run.workers.agreed(sum([each.num_bytes for each in all_ahead]))
             found = self._carry(communicator, slots)
         except BaseException as error:
             self._break(error)
@@ -225,6 +294,20 @@ class Exchange(asyncio.Future[T]):
             return
         if isinstance(found, Coroutine):
             self._spawn(self._go_on(found))
+        else:
+            self._succeed(found)
+            for each in members[1:]:
+                each._follow(communicator)
+
+    def _follow(self, communicator: Communicator) -> None:
+        """Do the same for an exchange that another one has led."""
+        try:
+            assert self._slots is not None  # since it was led
+            found: Any = self._carry(communicator, self._slots)  # it needs no wire: not awaited
+        except BaseException as error:
+            self._break(error)
+            if not isinstance(error, Exception):
+                raise
         else:
             self._succeed(found)
 
@@ -293,9 +376,11 @@ class Exchange(asyncio.Future[T]):
     def _end(self) -> None:
         self.is_over = True
         self._ahead, self._carry = NOTHING_AHEAD, no_data  # who holds this holds no arrays
-        workers = self._run.workers
-        if workers.last is self:
-            workers.last = None
+        queue = self._queue
+        if queue and queue[0] is self:
+            queue.popleft()
+            if queue:
+                self.get_loop().call_soon(queue[0]._begin)
         then, self._then = self._then, []
         for fn in then:
             self.get_loop().call_soon(fn)
@@ -357,6 +442,7 @@ class OpenTurn:
         signature: str = "",
         layout: str = "",
         ahead: Summands | None = None,
+        is_last: bool = False,
     ) -> Exchange[T]:
         """Send a frame to all workers; if all agree, carry larger data."""
         if self._outer is not None:
@@ -377,14 +463,23 @@ class OpenTurn:
             known = layout in signature  # nothing new for an error
             return run.where(sent, name, signature if known else f"{signature} sent as {layout}")
 
-        exchange = Exchange(run, frame, name, where, carry, ahead or NOTHING_AHEAD)
+        exchange = Exchange(
+            run, frame, name, where, carry, ahead or NOTHING_AHEAD,
+            can_fuse=is_last and ahead is not None and ahead.is_whole,
+        )  # fmt: skip
         if ahead is not None:
             self._lent = exchange
         before, self._before = self._before, None
-        if before is None or before.done():
+
+        def enter(_before: object = None) -> None:
             exchange.enter()
+            if is_last:
+                self.end()
+
+        if before is None or before.done():
+            enter()
         else:
-            before.add_done_callback(exchange.enter)
+            before.add_done_callback(enter)
         return exchange
 
     def inner(self, what: str, signature: str) -> OpenTurn:

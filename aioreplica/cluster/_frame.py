@@ -5,8 +5,12 @@ of them is about to do. Pure decision code: frames go in, one decision comes out
 worker.
 
 Layout, little-endian: magic and version, kind, length of the slot, run, sequence, stage, digest of
-what has to be equal, name of the step function, slot; then the room for arrays that are reduced if
-all frames agree (`Workers.room`).
+what has to be equal, name of the step function, slot; the chain; then the room for arrays that are
+reduced if all frames agree (`Workers.room`).
+
+The chain has a hash for each operation that is queued behind this one and could go with it, up to
+31: each is of the operation and of the hash before. Workers have queued different numbers of them,
+so what all chains begin with is what all workers do at once.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from dataclasses import dataclass
 from enum import IntEnum, unique
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -24,12 +29,16 @@ import numpy.typing as npt
 
 from ..collectives import SLOT_BYTES
 
-MAGIC = b"arF3"
+MAGIC = b"arF4"
 NAME_BYTES = 64
 DIGEST_BYTES = 16
 _HEADER = struct.Struct(f"<4sBHqqi{DIGEST_BYTES}s{NAME_BYTES}s")
 _HEADER_AND_SLOT = _HEADER.size + SLOT_BYTES
-FRAME_BYTES = -(-_HEADER_AND_SLOT // 64) * 64  # so that arrays behind it are aligned
+MAX_FOLLOWERS = 31
+_LINK_BYTES = 8
+_CHAIN_BYTES = MAX_FOLLOWERS * _LINK_BYTES
+# So that arrays behind it are aligned.
+FRAME_BYTES = -(-(_HEADER_AND_SLOT + _CHAIN_BYTES) // 64) * 64
 
 
 @final
@@ -74,26 +83,34 @@ class Frame:
     slot: bytes = b""
 
     def encode(
-        self, room: int = 0, arrays: Sequence[npt.NDArray[Any]] = ()
+        self,
+        room: int = 0,
+        arrays: Sequence[npt.NDArray[Any]] = (),
+        followers: Sequence[Frame] = (),
     ) -> npt.NDArray[np.uint8]:
         """Return the bytes that are sent.
 
         Args:
             room: How many bytes there are behind the frame, the same on all workers.
             arrays: What is put there.
+            followers: Frames of what could go with this one, at most `MAX_FOLLOWERS`.
 
         Raises:
-            ValueError: If the slot is too long.
+            ValueError: If the slots are too long.
         """
-        if len(self.slot) > SLOT_BYTES:
-            raise ValueError(f"A slot holds {SLOT_BYTES} bytes, got {len(self.slot)}.")
+        slot = b"".join([self.slot, *(each.slot for each in followers)])
+        if len(slot) > SLOT_BYTES:
+            raise ValueError(f"A slot holds {SLOT_BYTES} bytes, got {len(slot)}.")
         data = np.zeros(FRAME_BYTES + room, np.uint8)
         _HEADER.pack_into(
             data.data, 0, MAGIC, self.kind, len(self.slot), self.run, self.sequence, self.stage,
             self.digest, _name_of(self.function),
         )  # fmt: skip
-        if self.slot:
-            data[_HEADER.size : _HEADER.size + len(self.slot)] = np.frombuffer(self.slot, np.uint8)
+        if slot:
+            data[_HEADER.size : _HEADER.size + len(slot)] = np.frombuffer(slot, np.uint8)
+        if followers:
+            chain = np.frombuffer(_chain_of(followers), np.uint8)
+            data[_HEADER_AND_SLOT : _HEADER_AND_SLOT + len(chain)] = chain
         start = FRAME_BYTES
         for array in arrays:
             data[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
@@ -220,15 +237,52 @@ def slots_if_one_collective(rows: npt.NDArray[np.uint8]) -> list[bytes] | None:
     return [data[start + _HEADER.size : start + _HEADER.size + length] for start in starts]
 
 
+def slots_in_common(
+    rows: npt.NDArray[np.uint8], own: Frame, followers: Sequence[Frame]
+) -> list[list[bytes]]:
+    """Return the slots of all workers for each follower that all of them have queued next.
+
+    The frames have to be of one collective. The lengths of slots are part of what is hashed.
+
+    Args:
+        rows: The frames of all workers.
+        own: The frame of this worker.
+        followers: What this worker could do with it.
+
+    Example:
+        >>> here, *others = (Frame(FrameKind.COLLECTIVE, 0, "step", i) for i in (1, 2, 3))
+        >>> rows = np.stack([here.encode(0, (), others), here.encode(0, (), others[:1])])
+        >>> slots_in_common(rows, here, others)
+        [[b'', b'']]
+    """
+    if not followers:
+        return []
+    chains = [row[_HEADER_AND_SLOT : _HEADER_AND_SLOT + _CHAIN_BYTES].tobytes() for row in rows]
+
+    def is_common(index: int) -> bool:
+        link = slice(index * _LINK_BYTES, (index + 1) * _LINK_BYTES)
+        return len({chain[link] for chain in chains}) == 1
+
+    count = sum(1 for _ in takewhile(is_common, range(len(followers))))
+    slots = [row[_HEADER.size : _HEADER_AND_SLOT].tobytes() for row in rows]
+    found, start = [], len(own.slot)
+    for each in followers[:count]:
+        stop = start + len(each.slot)
+        found.append([slot[start:stop] for slot in slots])
+        start = stop
+    return found
+
+
 def arrays_behind(
-    row: npt.NDArray[np.uint8], like: Sequence[npt.NDArray[Any]]
+    row: npt.NDArray[np.uint8], runs: Sequence[Sequence[npt.NDArray[Any]]]
 ) -> list[npt.NDArray[Any]]:
-    """Return the arrays that a worker has put behind its frame."""
+    """Return what a worker has put behind its frame, flat: one array per run of one dtype."""
     found = []
     start = FRAME_BYTES
-    for array in like:
-        found.append(row[start : start + array.nbytes].view(array.dtype).reshape(array.shape))
-        start += array.nbytes
+    for run in runs:
+        stop = start + sum(array.nbytes for array in run)
+        found.append(row[start:stop].view(run[0].dtype))
+        start = stop
     return found
 
 
@@ -249,6 +303,15 @@ def cut_text(text: str, size: int) -> bytes:
 @lru_cache(maxsize=64)
 def _name_of(function: str) -> bytes:
     return cut_text(function, NAME_BYTES)
+
+
+def _chain_of(followers: Sequence[Frame]) -> bytes:
+    chain, link = b"", b""
+    for each in followers:
+        place = struct.pack("<qi", each.sequence, each.stage)
+        link = blake2b(link + place + each.digest, digest_size=_LINK_BYTES).digest()
+        chain += link
+    return chain
 
 
 def _key_of(frame: Frame) -> tuple[object, ...]:

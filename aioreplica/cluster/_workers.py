@@ -60,6 +60,7 @@ class Workers:
         given: The communicator that `connect` gives, if it is there already.
 
     Attributes:
+        queue: Exchanges that have begun or wait for those before, the first one under way.
         left_by: What the block of the strategy is being left by; told to the others at its end.
         room: Bytes behind each frame, for arrays that are reduced if all frames agree.
     """
@@ -81,7 +82,7 @@ class Workers:
         self._given = given
         self._communicator: Communicator | None = None
         self._queue_of_runs: asyncio.Lock | None = None
-        self.last: Exchange[Any] | None = None
+        self.queue: deque[Exchange[Any]] = deque()
         self._next_run = 0
         self._has_greeted = False
         self._num_closed = 0
@@ -197,10 +198,12 @@ class Workers:
 
     def before(self) -> Exchange[Any] | None:
         """Return the last operation, which others wait for; None if its event loop has ended."""
-        last = self.last
-        if last is None or last.get_loop() is asyncio.get_running_loop():
+        if not self.queue:
+            return None
+        last = self.queue[-1]
+        if last.get_loop() is asyncio.get_running_loop():
             return last
-        self.last = None
+        self.queue = deque()
         if self._broken is None:
             self.break_off(RuntimeError("its event loop ended while it met the others."))
         return None
@@ -347,7 +350,7 @@ class Workers:
         self._num_closed += 1
         if is_ctrl_c():
             self.abandon()
-        if self.last is None and self._communicator is None and self._broken is None:
+        if not self.queue and self._communicator is None and self._broken is None:
             if self._given is not None:  # the others may wait in the first operation
                 await self._given.aclose()
             return
@@ -356,7 +359,8 @@ class Workers:
             await leaving.ended()
         finally:
             communicator, self._communicator = self._communicator, None
-            self.last = self._queue_of_runs = self._broken = self.left_by = None
+            self._queue_of_runs = self._broken = self.left_by = None
+            self.queue = deque()
             self._has_greeted = False
             self._next_run = 0
             self._forget_room()

@@ -11,10 +11,13 @@ from ._across import broadcast_bytes as broadcast_bytes
 from ._across import gather_across as gather_across
 from ._across import gather_bytes as gather_bytes
 from ._across import join_across as join_across
+from ._across import join_run as join_run
 from ._across import no_data as no_data
 from ._across import reduce_across as reduce_across
 from ._across import reduces_to_itself as reduces_to_itself
+from ._across import runs_of as runs_of
 from ._across import sent_text as sent_text
+from ._across import share_totals as share_totals
 from ._across import widen_halves as widen_halves
 from ._compression import Compressed as Compressed
 from ._compression import Compression as Compression

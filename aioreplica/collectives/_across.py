@@ -15,6 +15,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, TypeVar, final
 
@@ -90,6 +91,7 @@ class Turn(Protocol):
         signature: str = "",
         layout: str = "",
         ahead: Summands | None = None,
+        is_last: bool = False,
     ) -> asyncio.Future[T]:
         """Send a frame to all workers; if all agree, carry larger data.
 
@@ -101,6 +103,8 @@ class Turn(Protocol):
             signature: What has to be the same on all workers, besides what the turn says.
             layout: What decides the bytes that are sent, so it has to be the same too.
             ahead: What is reduced before `carry` is called.
+            is_last: Whether it is the last exchange of the turn. The next turn begins meanwhile,
+                and reductions that are queued by then are one exchange.
 
         Returns:
             A future of the result. The exchange has its place from the call on.
@@ -163,6 +167,7 @@ def reduce_across(
     signature: str = "",
     halves: Mapping[int, Any] = NO_HALVES,
     are_lent: bool = False,
+    is_last: bool = False,
 ) -> asyncio.Future[list[Any]]:
     """Combine leaves over all workers, which have combined those of their own replicas.
 
@@ -174,6 +179,7 @@ def reduce_across(
         signature: As for `Turn.exchange`; kinds, dtypes and shapes are compared without it.
         halves: Which leaves were widened, and from what, see `widen_halves`: these are rounded.
         are_lent: Whether the leaves are a replica's own, which may write them afterwards.
+        is_last: As for `Turn.exchange`.
 
     Returns:
         A future of one result per leaf, on every worker the same; read-only where it is a NumPy
@@ -185,8 +191,41 @@ def reduce_across(
     summands = Summands(op, leaves, halves, are_lent=are_lent)
     return turn.exchange(
         summands.slot(), summands.carry, what=what, signature=signature, layout=summands.layout,
-        ahead=summands if summands.arrays else None,
+        ahead=summands, is_last=is_last,
     )  # fmt: skip
+
+
+def runs_of(batch: Sequence[Summands]) -> list[list[Array]]:
+    """Return the arrays of several, in order, in runs of one dtype; each of one alone is a run."""
+    if len(batch) == 1:
+        return [[array] for array in batch[0].arrays]
+    arrays = [array for each in batch for array in each.arrays]
+    return [list(run) for _, run in groupby(arrays, lambda array: array.dtype)]
+
+
+def join_run(run: Sequence[Array]) -> Array:
+    """Join arrays of one dtype; one alone lies where it did."""
+    flat = [array.reshape(-1) for array in run]
+    return flat[0] if len(flat) == 1 else np.concatenate(flat)
+
+
+def share_totals(batch: Sequence[Summands], totals: Sequence[Array]) -> None:
+    """Give each its part of the flat totals, one per run of `runs_of`."""
+    if len(batch) == 1:
+        batch[0].totals = totals
+        return
+    parts: list[Array] = []
+    for run, total in zip(runs_of(batch), totals, strict=True):
+        start = 0
+        for array in run:
+            stop = start + array.size
+            parts.append(total[start:stop].reshape(array.shape))
+            start = stop
+    start = 0
+    for each in batch:
+        stop = start + len(each.arrays)
+        each.totals = parts[start:stop]
+        start = stop
 
 
 @final
@@ -205,12 +244,15 @@ class Summands:
         op: The same.
         layout: Describes all leaves as they are sent, and so how many bytes go where.
         arrays: Arrays, joined where they are small; copies of them once they were given back.
+        num_bytes: The size of all arrays.
+        is_whole: Whether slot and arrays are all there is, so that `carry` needs no wire.
         totals: What came of each; None if that was left to `carry`.
     """
 
     __slots__ = (
         "_are_lent", "_are_read", "_halves", "_in_slot", "_leaves", "_lock", "_packs", "_sent",
-        "_singles", "arrays", "layout", "op", "totals",
+        "_singles", "arrays", "is_whole", "layout", "num_bytes", "op",
+        "totals",
     )  # fmt: skip
 
     def __init__(
@@ -237,14 +279,12 @@ class Summands:
             self._packs, self._singles = packing.packs, packing.singles
         self.arrays: list[Array] = [joined(sent, pack) for pack in self._packs]
         self.arrays += [np.ascontiguousarray(sent[i]) for i in self._singles]
+        num_packed = sum([len(pack.indices) for pack in self._packs])
+        self.num_bytes = sum([array.nbytes for array in self.arrays])
+        self.is_whole = len(self._in_slot) + num_packed + len(self._singles) == len(sent)
         self._are_lent = are_lent
         self._are_read = False
         self._lock = threading.Lock()  # the engine's thread begins to read
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of all arrays."""
-        return sum(array.nbytes for array in self.arrays)
 
     def slot(self) -> bytes:
         """Return the small leaves."""

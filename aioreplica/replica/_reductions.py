@@ -238,14 +238,14 @@ class Reducing(Collective):
         options = argument.options
         is_plain = options is None or options.compression is None
         if is_plain and len(rows) == 1 and all(map(reduces_to_itself, rows[0])):
-            found = reduce_across(turn, argument.op, rows[0], are_lent=True)
+            found = reduce_across(turn, argument.op, rows[0], are_lent=True, is_last=True)
         else:
             wide, halves = widen_halves(argument.op, rows)
             forms = None if halves else calls[0].args[2]
             local = group.reducer.reduce(argument.op, wide, options, group.members, forms)
             if not isinstance(local, list):
                 return self._across_later(calls, turn, local, halves)
-            found = reduce_across(turn, argument.op, local, halves=halves)
+            found = reduce_across(turn, argument.op, local, halves=halves, is_last=True)
         return Pending(found, partial(self.hand_out_share, calls, turn=turn))
 
     async def _across_later(
@@ -255,7 +255,9 @@ class Reducing(Collective):
         local: Awaitable[list[object]],
         halves: Mapping[int, object],
     ) -> Parts:
-        found = await reduce_across(turn, calls[0].argument.op, await local, halves=halves)
+        found = await reduce_across(
+            turn, calls[0].argument.op, await local, halves=halves, is_last=True
+        )
         return self.hand_out_share(calls, found, turn)
 
     def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:

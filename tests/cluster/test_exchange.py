@@ -15,13 +15,17 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_task_left")]
 
 
 def both_workers() -> tuple[list[Workers], tuple[LocalCommunicator, ...]]:
-    group = LocalCommunicator.group(2)
+    return workers_of_a_group(2)
+
+
+def workers_of_a_group(size: int) -> tuple[list[Workers], tuple[LocalCommunicator, ...]]:
+    group = LocalCommunicator.group(size)
 
     def workers_of(communicator: LocalCommunicator) -> Workers:
         async def connect() -> Communicator:
             return communicator
 
-        return Workers(connect, communicator.rank, 2, 1, "a strategy", communicator)
+        return Workers(connect, communicator.rank, size, 1, "a strategy", communicator)
 
     return [workers_of(each) for each in group], group
 
@@ -141,4 +145,117 @@ async def test_a_wait_that_is_cancelled_while_arrays_are_read_ends_with_the_oper
     )
     assert seen == [False, True]
     assert total[0] == 2.0
+    await close_all(all_workers)
+
+
+async def reduced(turn: Turn, value: Any, op: ReduceOp = ReduceOp.SUM) -> Any:
+    return (await reduce_across(turn, op, [value], is_last=True))[0]
+
+
+def summand(rank: int, index: int) -> Any:
+    """Numbers in the slot, arrays in the slot and behind it, of two dtypes; sums that round."""
+    if index % 5 == 0:
+        return 0.1 * (rank + 1) + index
+    size = 3 if index % 5 == 1 else 700
+    dtype = np.float32 if index % 3 else np.float64
+    return np.linspace(0.1 + rank, index + 1 / 3, size, dtype=dtype).reshape(-1, 1)
+
+
+@pytest.mark.explore(schedules=60)
+@pytest.mark.parametrize("num_workers", [2, 3])
+async def test_reductions_that_are_queued_go_together_as_far_as_all_have_them(
+    num_workers: int,
+) -> None:
+    """Each worker has queued another number of them when the one before is over."""
+    all_workers, group = workers_of_a_group(num_workers)
+    together = {2: (0, 4, 13), 3: (0, 1, 40)}[num_workers]
+    num = 40
+
+    async def steps(workers: Workers) -> list[Any]:
+        found = []
+        async with workers.run("step") as run:
+            for index in range(num):
+                turn = run.turn(f"all_reduce #{index}", "", index)
+                op = ReduceOp.MEAN if 20 <= index < 25 else ReduceOp.SUM
+                found.append(asyncio.ensure_future(reduced(turn, summand(workers.rank, index), op)))
+                if index % 14 == together[workers.rank]:
+                    await asyncio.sleep(0)
+                if workers.rank == 1 and index == 30:
+                    await found[3]
+            return await asyncio.gather(*found)
+
+    results = await asyncio.gather(*map(steps, all_workers))
+    for index in range(num):
+        brought = [summand(rank, index) for rank in range(num_workers)]
+        total = brought[0]
+        for each in brought[1:]:
+            total = total + each
+        if 20 <= index < 25:
+            total = total / num_workers
+        for of_worker in results:
+            assert type(of_worker[index]) is type(total)
+            assert np.asarray(of_worker[index]).dtype == np.asarray(total).dtype
+            assert np.array_equal(of_worker[index], total)
+    calls = {each.statistics().calls for each in group}
+    assert len(calls) == 1
+    assert calls.pop() < num // 2
+    await close_all(all_workers)
+
+
+@pytest.mark.explore(schedules=30)
+async def test_what_differs_behind_others_is_told_of_itself_alone() -> None:
+    all_workers, _ = both_workers()
+
+    async def steps(workers: Workers) -> tuple[list[Any], str]:
+        async with workers.run("step") as run:
+            sizes = [600, 600, 600, 600 + workers.rank, 600]
+            waits = [
+                asyncio.ensure_future(reduced(run.turn(f"all_reduce #{i}", "", i), np.ones(size)))
+                for i, size in enumerate(sizes)
+            ]
+            found = await asyncio.gather(*waits, return_exceptions=True)
+        return found[:3], str(found[3])
+
+    results = await asyncio.gather(*map(steps, all_workers))
+    for found, error in results:
+        assert [each.tolist() for each in found] == [[2.0] * 600] * 3
+        assert "disagree in all_reduce #3" in error
+        assert "float64[600] on worker 0 and" in error
+    await close_all(all_workers)
+
+
+@pytest.mark.explore(schedules=60)
+async def test_queued_reductions_of_a_step_that_is_given_up_do_not_hold_up_the_others() -> None:
+    all_workers, _ = both_workers()
+
+    async def gives_up(workers: Workers) -> None:
+        async with workers.run("step") as run:
+            waits = [
+                asyncio.ensure_future(reduced(run.turn(f"all_reduce #{i}", "", i), np.ones(600)))
+                for i in range(6)
+            ]
+            await waits[1]
+            for each in waits[2:]:
+                each.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+            raise ZeroDivisionError
+
+    async def goes_on(workers: Workers) -> list[Any]:
+        async with workers.run("step") as run:
+            waits = [
+                asyncio.ensure_future(reduced(run.turn(f"all_reduce #{i}", "", i), np.ones(600)))
+                for i in range(7)
+            ]
+            found = await asyncio.gather(*waits, return_exceptions=True)
+            for each in found:
+                if isinstance(each, BaseException):
+                    raise each
+            return found
+
+    found = await asyncio.gather(
+        gives_up(all_workers[0]), goes_on(all_workers[1]), return_exceptions=True
+    )
+    assert isinstance(found[0], ZeroDivisionError)
+    assert isinstance(found[1], WorkerLostError)
+    assert "ZeroDivisionError" in str(found[1])
     await close_all(all_workers)

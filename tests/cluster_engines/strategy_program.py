@@ -235,6 +235,36 @@ async def sums(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
     }
 
 
+async def handles(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
+    """Start reductions in turns that differ between workers; compare them with one by one."""
+    rank = rank_of(strategy)
+
+    async def step() -> bool:
+        ctx = me()
+        values = [
+            np.linspace(0.1 + ctx.replica_id_in_sync_group, i + 1 / 3, 40 * i + 1, dtype=dtype)
+            for i in range(40)
+            for dtype in (np.float32, np.float64)
+        ]
+        alone = [await ctx.all_reduce("sum", value) for value in values]
+        is_same = True
+        for turn in range(20):
+            started = []
+            for i, value in enumerate(values):
+                started.append(ctx.start_all_reduce("sum", value))
+                if i % 11 == (7 * rank + turn) % 11:
+                    await ctx.run_on_device(int)
+            together = [await handle for handle in started]
+            for one, other in zip(alone, together, strict=True):
+                is_same = is_same and one.tobytes() == other.tobytes()
+        return is_same
+
+    found = strategy.local_results(await strategy.run(step))
+    communicator = strategy._runtime.workers.connected  # type: ignore[union-attr]
+    assert communicator is not None
+    return {"same": all(found), "calls": communicator.statistics().calls}
+
+
 async def leaving(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
     """Worker 1 leaves between two steps; say what the others are told in the next one."""
 

@@ -45,6 +45,13 @@ def test_killed_training_goes_on_with_another_number_of_workers(tmp_path: Path) 
     assert len({row["digest"] for row in [*rest, *once]}) == 1
 
 
+@both
+def test_started_reductions_go_together_with_the_bits_of_one_by_one(launch: Launcher) -> None:
+    for row in results_of(launch(2, "handles", program=STRATEGY_PROGRAM), 2):
+        assert row["same"]
+        assert row["calls"] < 21 * 80  # one by one, then in 20 turns that wait here and there
+
+
 def test_an_all_reduce_passes_few_files_and_classes() -> None:
     for row in results_of(mpi(2, "path", program=STRATEGY_PROGRAM), 2):
         assert "Exchange" in row["classes"]
