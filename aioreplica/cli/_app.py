@@ -97,7 +97,7 @@ def _run(given: list[str]) -> None:
 
 def _add_commands(app: Any, typer: Any) -> None:
     from ._ckpt import collect, list_steps, remove_steps, show_step, verify_steps
-    from ._commands import bench, devices, roll_back, show_journal, top
+    from ._commands import bench, devices, promote, roll_back, show_journal, top
     from ._doctor import doctor
     from ._explore import explore
     from ._trace import trace
@@ -118,6 +118,7 @@ def _add_commands(app: Any, typer: Any) -> None:
     group = typer.Typer(help=COMMANDS["online"], no_args_is_help=True)
     group.command("show")(show_journal)
     group.command("rollback")(roll_back)
+    group.command("promote")(promote)
     app.add_typer(group, name="online")
     settings = {"ignore_unknown_options": True, "allow_interspersed_args": False}
     app.command(context_settings=settings)(bench)

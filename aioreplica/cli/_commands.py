@@ -219,7 +219,7 @@ def show_journal(journal: JournalPath) -> None:
     try:
         facts = file.open()
         try:
-            letters = file.dead_letters(0, MAX_LETTERS)
+            letters, models = file.dead_letters(0, MAX_LETTERS), file.consumers()
         finally:
             file.close()
     except JournalError as error:
@@ -228,12 +228,31 @@ def show_journal(journal: JournalPath) -> None:
         ("examples", f"{facts.first_number} to {facts.last_number}"),
         *((f"rollback {each.generation}", f"to {each.rolled_to}") for each in facts.rollbacks),
     ]
+    if len(models) > 1:
+        for name, each in models.items():
+            role = "champion" if name == facts.champion else f"detached: {each.detached}"
+            about = f", {role}" if each.detached or name == facts.champion else ""
+            rows.append((f"model {name}", f"up to {each.learned}{about}"))
     print_rows(("what", "numbers"), rows)
     times = [time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.time)) for each in letters]
     print_rows(
         ("dead letter", "since", "error"),
         [(str(x.number), when, x.error) for x, when in zip(letters, times, strict=True)],
     )
+
+
+def promote(journal: JournalPath, model: str) -> None:
+    """Serve another model from the next start of the program on."""
+    file = Journal(journal).file()
+    try:
+        file.open()
+        try:
+            file.promote(model)
+        finally:
+            file.close()
+    except JournalError as error:
+        raise failed(str(error)) from None
+    print_rows(("what", "model"), [("champion", model)])
 
 
 def roll_back(journal: JournalPath, checkpoints: Folder, to: To, skip: Skip = []) -> None:  # noqa: B006

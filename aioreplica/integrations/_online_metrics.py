@@ -59,6 +59,14 @@ FLAGS = (
     ("retry_error", "retrying", "1 while the last step is tried again."),
 )
 
+MODELS = (
+    (CounterMetricFamily, "num_learned", "learned", "Examples that a model has learned."),
+    (CounterMetricFamily, "num_dead", "dead", "Examples that it has set aside."),
+    (GaugeMetricFamily, "learned_number", "learned_number", "How far it has learned."),
+    (GaugeMetricFamily, "lag", "lag", "Examples taken that it has not learned."),
+)
+"""Of `LearnerStatistics`, for each of several models: the kind, the field, the metric, its text."""
+
 PREFIX = "aioreplica_online"
 VERSION = "The published version."
 
@@ -150,6 +158,10 @@ class _Families:
                 if name not in families:
                     families[name] = kind(f"{PREFIX}_{name}", text, labels=self._names)
                 families[name].add_metric(labels, value)
+            for kind, name, text, model, value in _of_models(learner):
+                if name not in families:
+                    families[name] = kind(f"{PREFIX}_{name}", text, labels=("model",))
+                families[name].add_metric(("/".join((*labels, model)),), value)
         return families.values()
 
 
@@ -187,6 +199,28 @@ def _values(learner: OnlineLearner | SnapshotReader) -> Iterable[tuple[Any, str,
     for name, value in now.figures.items():
         text = "A figure of the newest predictions, made before their examples were learned."
         yield GaugeMetricFamily, f"figure_{name}", text, value
+
+
+def _of_models(
+    learner: OnlineLearner | SnapshotReader,
+) -> Iterable[tuple[Any, str, str, str, float]]:
+    """Return the figures of several models side by side: kind, metric, text, model and value."""
+    if isinstance(learner, SnapshotReader) or learner.state == "new":
+        return
+    main = learner.statistics()
+    if not main.challengers and not main.not_open:
+        return
+    for name, now in {main.model: main, **main.challengers}.items():
+        for kind, field, metric, text in MODELS:
+            yield kind, f"model_{metric}", text, name, getattr(now, field)
+        flags = {"served": name == main.champion, "detached": bool(now.detached)}
+        for metric, flag in {**flags, "failed": bool(now.failure)}.items():
+            yield GaugeMetricFamily, f"model_{metric}", f"1 while it is {metric}.", name, flag
+        for figure, value in now.figures.items():
+            text = "A figure of its newest predictions, made before it has learned them."
+            yield GaugeMetricFamily, f"model_figure_{figure}", text, name, value
+    for name in main.not_open:
+        yield GaugeMetricFamily, "model_failed", "1 while it is failed.", name, True
 
 
 def _of_reader(reader: SnapshotReader) -> Iterable[tuple[Any, str, str, float]]:

@@ -5,9 +5,12 @@
     POST /rollback            {"to": 1200, "skip": [1305]}
     POST /pin, /unpin         {} or, for /pin, {"version": 812}
     POST /retry, /discard     {"numbers": [7, 9]}, of dead letters
+    POST /promote             {"model": "b"}: serve another one
 
     GET  /example             ?number=; whether it waits, is learned or a dead letter
     GET  /dead-letters        ?after=, ?before=, ?limit=; for clients, too
+
+Of several models the one is meant that is served; each but `/example` takes `model` to say another.
 
 The answer to a POST says what the learner is then; a refusal has changed nothing, unless it says
 so.
@@ -26,11 +29,13 @@ from starlette.responses import Response
 
 from ..errors import CheckpointError, ContextError, JournalError, PoisonedExampleError
 from ..online import DeadLetter, OnlineLearner
+from ..online._journal_format import MAIN
 from ..online._labels import taken_again
 from ..tree import map_leaves
 from ._request import Limits, answer, only_numbers, read_json, refusal
 
 MAX_NUMBERS = 1000
+PROMOTE = "/promote"
 MAX_LETTERS = 1000
 
 Given = Mapping[str, Any]  # Any: JSON, checked by each operation
@@ -120,6 +125,29 @@ async def _each(
     return missing
 
 
+async def _promote(learner: OnlineLearner, given: Given) -> dict[str, object]:
+    name = given.get("model")
+    if not isinstance(name, str):
+        raise ValueError("model is missing: the name of the one to serve.")
+    first = await learner.promote(name)
+    return {"champion": learner.champion, "first_version": first}
+
+
+def _model(learner: OnlineLearner, name: object) -> OnlineLearner:
+    """Return the learner of a model; that of the champion for None.
+
+    Raises:
+        ValueError: If there is none of that name.
+        ContextError: If the learner was never opened.
+    """
+    chosen = learner.champion if name is None else name
+    known = dict[object, object]([(MAIN, learner), *learner._settings.challengers.items()])
+    found = known.get(chosen) if isinstance(chosen, str) else None
+    if not isinstance(found, OnlineLearner) or found.state == "new":
+        raise ValueError(f"No model {chosen!r} is open; there are {', '.join(map(repr, known))}.")
+    return found
+
+
 def _numbers(given: Given) -> list[int]:
     numbers = given.get("numbers")
     is_list = isinstance(numbers, list) and 0 < len(numbers) <= MAX_NUMBERS
@@ -137,6 +165,7 @@ OPERATIONS: Mapping[str, tuple[Operation, tuple[str, ...], str]] = {
     "/unpin": (_unpin, (), "Serve the newest version again."),
     "/retry": (_retry, ("numbers",), "Take dead letters again."),
     "/discard": (_discard, ("numbers",), "Delete dead letters."),
+    PROMOTE: (_promote, (), "Serve another model."),
 }
 """By path: what is done, the fields of the body, and one sentence for documentation."""
 
@@ -161,17 +190,19 @@ async def operate(path: str, learner: OnlineLearner, limits: Limits, request: Re
     given = await read_json(request, limits)
     if not isinstance(given, dict):
         raise refusal(422, f"The body is an object, got {given!r:.60}.")
+    fields = (*fields, "model")
     unknown = [each[:50] for each in given if each not in fields]
     if unknown:
-        known = ", ".join(fields) or "none"
+        known = ", ".join(fields)
         raise refusal(422, f"Fields are not known: {', '.join(unknown[:20])}; there are {known}.")
     try:
-        done = await operation(learner, given)
+        asked = learner if path == PROMOTE else _model(learner, given.get("model"))
+        done = await operation(asked, given)
     except _REFUSED as error:
         raise _refusal_of(error) from error
-    now = learner.statistics()
-    about = {"state": now.state, "version": now.version, "newest_version": now.newest_version}
-    return answer({**done, **about, "generation": now.generation})
+    now = asked.statistics()
+    about = {"model": now.model, "state": now.state, "generation": now.generation}
+    return answer({**done, **about, "version": now.version, "newest_version": now.newest_version})
 
 
 async def show_example(learner: OnlineLearner, request: Request) -> Response:
@@ -199,16 +230,21 @@ async def show_example(learner: OnlineLearner, request: Request) -> Response:
 
 async def list_letters(learner: OnlineLearner, request: Request) -> Response:
     """Answer with dead letters, and the query of the next page."""
-    asked = only_numbers(request, "after", "before", "limit")
+    asked = only_numbers(request, "after", "before", "limit", besides=("model",))
     limit = min(max(asked.get("limit", 100), 1), MAX_LETTERS)
     after, before = asked.get("after", 0), asked.get("before")
     try:
-        letters = await learner.dead_letters(after=after, before=before, limit=limit)
+        chosen = _model(learner, request.query_params.get("model"))
+        letters = await chosen.dead_letters(after=after, before=before, limit=limit)
+    except ValueError as error:
+        raise refusal(404, str(error)) from error
     except (ContextError, JournalError) as error:
         raise refusal(503, str(error), retry_after="5") from error
     is_more = len(letters) == limit
     edge = letters[-1 if before is None else 0].number if letters else 0
     following = f"{'after' if before is None else 'before'}={edge}&limit={limit}"
+    if "model" in request.query_params:
+        following += f"&model={chosen.statistics().model}"
     listed = [*map(_as_row, letters)]
     return answer({"dead_letters": listed, "next": following if is_more else None})
 

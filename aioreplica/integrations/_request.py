@@ -262,10 +262,12 @@ def checked_examples(
     return checked
 
 
-def only_numbers(request: Request, *names: str) -> dict[str, int]:
+def only_numbers(request: Request, *names: str, besides: tuple[str, ...] = ()) -> dict[str, int]:
     """Return the numbers of a query by their names; refuse what is unknown or no number."""
     found, reasons = dict[str, int](), list[tuple[str, str]]()
     for name, given in request.query_params.multi_items():
+        if name in besides:
+            continue
         if name not in names:
             reasons.append((name[:50], f"is not known; there are {', '.join(names)}"))
         elif name in found or not (given.isascii() and given.isdigit() and len(given) < 19):

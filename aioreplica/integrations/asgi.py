@@ -14,7 +14,7 @@ its routes into FastAPI (`aioreplica.integrations.fastapi`)::
     GET  /metrics        for Prometheus
     GET  /healthz        200 while the process answers
     GET  /readyz         200 while it predicts and learns, else 503 and why not
-    POST /rollback, ...  operations, for those with the `operator_token`
+    POST /promote, ...   operations, for those with the `operator_token`
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class OnlineService:
             runs at a time, and what comes meanwhile waits for the next; if that fails, each of its
             requests is tried alone. 1 makes a call for each request, beside others.
         predict_delay_s: Seconds that a request may wait for others, if nothing runs.
-        operator_token: If given, there are routes that pause, resume, save, roll back, pin, retry
-            and discard, for whoever brings this one; see the page "A service of online learning".
+        operator_token: If given, there are routes that pause, resume, save, roll back, pin, retry,
+            discard and promote, for whoever brings it; see "A service of online learning".
         token: If given, every request but those of `/healthz` and `/readyz` must bring it, those
             of `/metrics` and `/events` too. It says who may ask, not who asks: one token for all.
             Without TLS it can be read on the way.
@@ -480,7 +480,8 @@ def _why_unready(service: OnlineService) -> str:
     if service._learner.state == "new":
         return "new: the application does not run the service's lifespan"
     now = service._learner.statistics()
-    return ": ".join(filter(None, (now.state, now.failure, now.retry_error, now.journal_error)))
+    error, now = now.journal_error, now.challengers.get(now.champion, now)
+    return ": ".join(filter(None, (now.state, now.failure, now.retry_error, error)))
 
 
 def _why_not_current(reader: SnapshotReader) -> str:

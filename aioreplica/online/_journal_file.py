@@ -309,19 +309,19 @@ class JournalFile:
         with self._database.writing("written"):
             models.detach(self._run, model, why)
 
-    def promote(self, model: str, learned: int, version: int) -> None:
+    def promote(self, model: str, learned: int | None = None, version: int = 0) -> None:
         """Make a model the champion, in one transaction; blocks.
 
         Args:
             model: Which one.
-            learned: How far it has learned.
+            learned: How far it has learned; None if no learner is open.
             version: The first version of it that is served.
 
         Raises:
             JournalError: If it is not attached, or the journal cannot be written.
         """
         with self._database.writing("written"):
-            models.promote(self._run, model, learned, version)
+            models.promote(self._run, model, learned, version, self._last)
 
     # ---- reading -------------------------------------------------------------------------
 

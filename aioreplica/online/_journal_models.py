@@ -108,8 +108,11 @@ def detach(run: Run, model: str, why: str) -> None:
     run("UPDATE consumers SET detached = ? WHERE model = ?", why, model)
 
 
-def promote(run: Run, model: str, learned: int, version: int) -> None:
+def promote(run: Run, model: str, learned: int | None, version: int, last: int) -> None:
     """Make a model the champion, whose versions begin with one.
+
+    Without `learned` no learner is open: it is that of the newest checkpoint then, and versions
+    begin behind all that any model may have published.
 
     Raises:
         ValueError: If it is not attached.
@@ -118,6 +121,9 @@ def promote(run: Run, model: str, learned: int, version: int) -> None:
     if found is None or found.detached:
         why = "it is not known here" if found is None else f"it is detached: {found.detached}"
         raise ValueError(f"Model {model!r} cannot be promoted, as {why}.")
+    if learned is None:
+        [[ahead, least]] = run("SELECT max(coalesce(ahead, 0)), max(least_version) FROM consumers")
+        learned, version = found.learned, max(last + ahead, least) + 1
     run("UPDATE facts SET value = ? WHERE name = 'champion'", model)
     run(
         "UPDATE consumers SET least_version = max(least_version, ?), "

@@ -59,7 +59,10 @@ async def serve(options: argparse.Namespace, listening: socket.socket) -> int:
     ended_by: list[signal.Signals] = []
     options.data.mkdir(parents=True, exist_ok=True)
     host, port = listening.getsockname()[:2]
-    async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+    async with (
+        ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy,
+        ar.MirroredStrategy(["cpu:2"]) as second,
+    ):
         model, progress = Model(strategy), Progress()
         learner = OnlineLearner(
             strategy,
@@ -76,6 +79,7 @@ async def serve(options: argparse.Namespace, listening: socket.socket) -> int:
             grace_s=GRACE_S,
             publish_if=StepLimits(change=10.0),
             prequential=model.prequential(),
+            challengers=challengers(second, options) if options.challenger else None,
         )
         service = OnlineService(
             learner,
@@ -110,6 +114,24 @@ async def serve(options: argparse.Namespace, listening: socket.socket) -> int:
     if not server.started:
         return 1
     return EXIT_CODES[ended_by[0]] if ended_by else 0
+
+
+def challengers(strategy: ar.Strategy, options: argparse.Namespace) -> dict[str, OnlineLearner]:
+    """Return a second model, which learns the same examples from the journal, but more slowly."""
+    model = Model(strategy, learning_rate=0.002)
+    learner = OnlineLearner(
+        strategy,
+        model.step,
+        model.state,
+        max_batch=32,
+        max_delay_s=0.02,
+        queue_size=1000,
+        checkpoints=ar.CheckpointManager(options.data / "slower"),
+        checkpoint_every_s=options.save_every,
+        step_timeout_s=30.0,
+        prequential=model.prequential(),
+    )
+    return {"slower": learner}
 
 
 @contextmanager
@@ -150,6 +172,9 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=True,
         help="learn on idle cores only; beside processes that keep every core busy, say no",
     )
+    parser.add_argument(
+        "--challenger", action="store_true", help="a second model beside, which may be promoted"
+    )
     parser.add_argument("--save-every", type=float, default=10.0, help="seconds")
     options = parser.parse_args(arguments)
     if not (options.host in LOCAL_NAMES or options.no_token or TOKEN):
@@ -163,7 +188,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(arguments)
     try:
-        ar.set_logical_devices("cpu", 2)
+        ar.set_logical_devices("cpu", 3)
         set_lane_options(background=options.background)
         with socket.create_server((options.host, options.port)) as listening:
             # Connections inherit it: an event must not wait for an acknowledgement of the last.

@@ -3,7 +3,7 @@
 const at = id => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 const RETRY_MS = 1000, MAX_POINTS = 240, MAX_VERSIONS = 50, SILENCE_MS = 40000;
-const SHOWN = ["figures", "accuracies", "losses", "rates", "versions"];  // not news while disconnected
+const SHOWN = ["figures", "accuracies", "losses", "rates", "versions", "challengers"];  // not news while disconnected
 let points = [], told = null, numDead = -1, sent = null, token = "", shownAt = null, wake = () => {};
 
 function headers() {
@@ -102,6 +102,7 @@ function show(state) {
   draw("losses", [["first", "loss"]], [0, null], value => value.toFixed(2));
   draw("rates", [["first", "rate"]], [0, null], value => value.toFixed(value < 10 ? 1 : 0));
   showVersions(state.steps, now);
+  showModels(now);
   if (now.num_dead !== numDead) showLetters(numDead = now.num_dead);
 }
 
@@ -154,6 +155,37 @@ function showVersions(steps, now) {
   if (now.generation) parts.push(`rollbacks so far: ${now.generation}`);
   if (now.rollback_from !== null) parts.push(`one can roll back to example ${now.rollback_from}`);
   at("serving").textContent = parts.join("; ");
+}
+
+function showModels(now) {
+  const models = [now, ...Object.values(now.challengers)], broken = Object.entries(now.not_open);
+  at("challengers").hidden = models.length + broken.length < 2;
+  const rows = models.map(each => [
+    each.model, each.model === now.champion ? "served" : each.detached || each.failure || each.state,
+    each.num_learned, each.lag,
+    Object.entries(each.figures).map(([name, value]) => `${name} ${value.toFixed(3)}`).join(", ") || "–",
+  ]).concat(broken.map(([name, why]) => [name, why, "–", "–", "–"]));
+  while (at("models").rows.length > rows.length) at("models").deleteRow(-1);
+  rows.forEach((texts, i) => {  // rows stay, so that a button keeps the focus
+    const row = at("models").rows[i] ?? at("models").insertRow();
+    texts.forEach((text, k) => { (row.cells[k] ?? row.insertCell()).textContent = text; });
+    const cell = row.cells[texts.length] ?? row.insertCell();
+    const may = !at("operating").hidden && i < models.length && texts[0] !== now.champion;
+    if (may && cell.dataset.model !== texts[0]) addPromotion(cell, texts[0]);
+    if (!may) { cell.replaceChildren(); delete cell.dataset.model; }
+  });
+}
+
+function addPromotion(cell, name) {
+  const button = document.createElement("button");
+  button.textContent = "Promote";
+  button.setAttribute("aria-label", `Promote ${name}`);
+  button.onclick = async () => {
+    await operate("promote", {model: name});
+    at("promoted").textContent = at("done").textContent;
+  };
+  cell.dataset.model = name;
+  cell.replaceChildren(button);
 }
 
 async function showLetters(count) {

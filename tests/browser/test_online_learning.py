@@ -177,6 +177,40 @@ def test_operators_pin_roll_back_and_retry(
         until(lambda: text(driver, "learned") == "3")
 
 
+def test_models_stand_side_by_side_and_one_is_promoted(
+    driver: Any, until: Until, tmp_path: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONLINE_LEARNING_OPERATOR_TOKEN", "operators")
+    with serving(tmp_path, 0, "--no-replay", "--challenger") as url:
+        driver.get(url)
+        until(lambda: text(driver, "status") == "live")
+        for _ in range(3):
+            driver.execute_script("ask('learn', {input: Array(9).fill(1), target: 1})")
+        until(lambda: "slower running 3 0 accuracy" in text(driver, "models"))
+        assert "main served 3 0 accuracy" in text(driver, "models")
+        button = driver.find_element(By.CSS_SELECTOR, "[data-model=slower] button")
+        driver.find_element(By.ID, "operator").send_keys("operators")
+        driver.execute_script("arguments[0].focus()", button)
+        driver.execute_script("ask('learn', {input: Array(9).fill(0), target: 0})")
+        until(lambda: "slower running 4" in text(driver, "models"))
+        driver.switch_to.active_element.send_keys(Keys.ENTER)  # it has kept the focus
+        until(lambda: "promote: done" in text(driver, "promoted"))
+        until(lambda: "slower served" in text(driver, "models"))
+        assert driver.find_element(By.CSS_SELECTOR, "[data-model=main] button").text == "Promote"
+        assert_fits(driver)
+        for scheme in ("dark", "light"):
+            media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+            driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+            keep(driver, pictures, f"models-{scheme}")
+    with serving(tmp_path, int(url.rpartition(":")[2]), "--no-replay", "--challenger"):
+        until(lambda: text(driver, "status") == "live")
+        until(lambda: "slower served" in text(driver, "models"))
+    with serving(tmp_path / "alone", 0, "--no-replay") as url:
+        driver.get(url)
+        until(lambda: text(driver, "status") == "live")
+        assert not driver.find_element(By.ID, "challengers").is_displayed()
+
+
 def test_text_of_the_service_is_never_shown_as_markup(
     driver: Any, until: Until, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from aioreplica.cli import main
+from aioreplica.online import Journal
 from tests.online.program import RAISES, Counting, example
 
 pytest.importorskip("typer")
@@ -65,6 +66,27 @@ def test_a_closed_learner_is_rolled_back(folder: Path, run: Run) -> None:
             return program.learned()
 
     assert asyncio.run(look()) == [1]
+
+
+def test_another_model_is_promoted(folder: Path, run: Run) -> None:
+    journal = folder / "journal.db"
+    file = Journal(journal).file()
+    file.open()
+    for model in ("second", "third"):
+        file.attach(model, 2, 0.0)
+    file.detach("third", "it was late")
+    file.close()
+    assert run("promote", journal, "second") == (0, "champion\tsecond\n", "")
+    code, out, _ = run("show", journal)
+    assert code == 0
+    assert out.splitlines()[1:4] == [
+        "model main\tup to 2",
+        "model second\tup to 2, champion",
+        "model third\tup to 2, detached: it was late",
+    ]
+    code, _, err = run("promote", journal, "third")
+    assert code == 1
+    assert "is detached: it was late" in err
 
 
 def test_what_is_not_possible_is_said(folder: Path, run: Run) -> None:

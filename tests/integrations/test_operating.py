@@ -15,6 +15,7 @@ from aioreplica.errors import JournalError
 from aioreplica.integrations.asgi import OnlineService
 from aioreplica.online._journal_file import JournalFile
 from tests.online.program import RAISES, Counting, example
+from tests.online.test_models import models
 from tests.online.test_sources import Listed
 
 from .asking import Answer, ask, post, until
@@ -187,7 +188,7 @@ async def test_without_a_journal_nobody_knows_examples_by_number() -> None:
         ("/rollback", {"to": 0, "skp": []}, 422, "skp; there are to, skip"),
         ("/pin", {"version": 9}, 422, "Version 9 cannot be pinned"),
         ("/pin", {"version": True}, 422, "version must be a number"),
-        ("/pause", {"now": 1}, 422, "now; there are none"),
+        ("/pause", {"now": 1}, 422, "now; there are model"),
         ("/resume", {"set_aside": 1}, 422, "true or false"),
         ("/retry", {"numbers": []}, 422, "a list of 1 to 1000"),
         ("/discard", {"numbers": [1.5]}, 422, "a list of 1 to 1000"),
@@ -237,3 +238,50 @@ async def test_metrics_tell_of_sources(tmp_path: Path) -> None:
             assert f"aioreplica_online_{line}" in metrics
         [event] = [json.loads(json.dumps(service._state()))]
         assert event["statistics"]["sources"]["list"]["num_taken"] == 2
+
+
+@pytest.mark.asyncio
+async def test_another_model_is_promoted_over_http_and_asked_by_name(tmp_path: Path) -> None:
+    async with models(tmp_path, queue_size=3) as found:
+        first, second = found["main"], found["b"]
+        service = served(first)
+        await learn(first, 0, 1)
+        await until(lambda: not second.learner.statistics().lag)
+        assert (await operate(service, "/pause", {"model": "b"})).json()["model"] == "b"
+        assert (first.learner.state, second.learner.state) == ("running", "paused")
+        assert (await operate(service, "/resume", {"model": "b"})).json()["state"] == "running"
+        for body, said in (({}, "model is missing"), ({"model": "c"}, "'main', 'b'")):
+            refused = await operate(service, "/promote", body)
+            assert (refused.status, said in refused.json()["error"]) == (422, True)
+        assert (await operate(service, "/pause", {"model": "c"})).status == 422
+
+        done = (await operate(service, "/promote", {"model": "b"})).json()
+        assert (done["champion"], done["version"]) == ("b", done["first_version"])
+        bad = await first.learner.submit(example(2, RAISES))
+        await until(lambda: bad.is_done)
+        assert (await operate(service, "/checkpoint")).json()["model"] == "b"
+
+        async def look(path: str) -> Answer:
+            return await ask(service, "GET", path, authorization="Bearer clients")
+
+        assert len((await look("/dead-letters")).json()["dead_letters"]) == 1
+        paged = (await look("/dead-letters?model=main&limit=1")).json()
+        assert paged["next"] == "after=3&limit=1&model=main"
+        assert (await look("/dead-letters?model=c")).status == 404
+        await first.learner.pause()
+        assert (await look("/readyz")).status == 200
+        text = (await look("/metrics")).body.decode()
+        for line in (
+            'model_served{model="b"} 1.0',
+            'model_served{model="main"} 0.0',
+            'model_learned_total{model="b"} 2.0',
+            'model_dead_total{model="b"} 1.0',
+            'model_lag{model="b"} 0.0',
+        ):
+            assert f"aioreplica_online_{line}" in text
+        engine = second.learner._engine
+        assert engine is not None
+        engine.learning.failure = "out of order"
+        answer = await look("/readyz")
+        assert (answer.status, answer.json()["status"]) == (503, "failed: out of order")
+        engine.learning.failure = ""

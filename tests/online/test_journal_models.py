@@ -137,6 +137,9 @@ def test_one_is_promoted_and_its_versions_go_on_from_there(file: JournalFile) ->
     assert file.champion() == "b"
     assert file.skip_versions(1, 1, "b") == 35  # 30 at example 4, so at most 35 at example 9
     assert file.skip_versions(9, 9) == 9  # of the first model
+    file.promote(MAIN)  # as a closed journal is asked to: behind all that "b" may have served
+    assert file.consumers()[MAIN].least_version == 44
+    file.promote("b", 9, 50)
     with pytest.raises(JournalError, match="'b' is the champion, which stays"):
         file.detach("b", "stuck")
     file.close()
