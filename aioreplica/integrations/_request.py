@@ -22,7 +22,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..errors import ContextError, JournalError, KeyReusedError
-from ..online import OnlineLearner
+from ..online import OnlineLearner, Ticket
+from ..online._labels import replayed
 from ..tree import map_leaves
 
 DROPPED = 8  # times the limit of a body: so much is read of one that is refused
@@ -106,6 +107,30 @@ def taking(learner: OnlineLearner) -> Iterator[None]:
         raise refusal(503, str(error), retry_after="5") from error
     except ValueError as error:
         raise refusal(422, str(error)) from error
+
+
+async def take_examples(
+    learner: OnlineLearner, given: object, key: str | None, checked: Callable[[], list[object]]
+) -> tuple[Ticket, ...]:
+    """Take what `checked` makes of examples, or refuse them.
+
+    If they are refused, but an older program has taken their key, they are what that took.
+    """
+    with taking(learner):
+        try:
+            examples = checked()
+        except HTTPException as error:
+            if key is None or error.status_code != 422 or not isinstance(given, list):
+                raise
+            if known := await replayed(learner._open_engine(), key, len(given)):
+                return known
+            raise
+        if len(examples) > learner.queue_size:
+            raise refusal(413, f"The queue has room for {learner.queue_size} examples at most.")
+        tickets = learner.submit_many_nowait(examples, key=key)
+        for ticket in tickets:
+            await ticket.saved()
+    return tickets
 
 
 def full(learner: OnlineLearner) -> HTTPException:

@@ -58,7 +58,7 @@ try:
         only_field,
         read_json,
         refusal,
-        taking,
+        take_examples,
     )
 except ImportError as error:
     raise ImportError(
@@ -377,13 +377,9 @@ class OnlineService:
         found = await read_json(request, self._limits)
         is_single = isinstance(found, dict) and "examples" not in found
         given = [found] if is_single else only_field(found, "examples")
-        examples = self._checked(given, self._valid_example, "" if is_single else "examples")
-        if len(examples) > learner.queue_size:
-            raise refusal(413, f"The queue has room for {learner.queue_size} examples at most.")
-        with taking(learner):
-            tickets = learner.submit_many_nowait(examples, key=key)
-            for ticket in tickets:
-                await ticket.saved()
+        where = "" if is_single else "examples"
+        checked = partial(self._checked, given, self._valid_example, where)
+        tickets = await take_examples(learner, given, key, checked)
         numbers = [ticket.number for ticket in tickets]
         taken = {"number": numbers[0]} if is_single else {"numbers": numbers}
         return answer({**taken, "is_duplicate": tickets[0].is_duplicate}, 202)

@@ -21,7 +21,7 @@ from ..errors import JournalError
 from ._example import unpack_example
 from ._journal_file import JournalFile
 from ._journal_format import MAIN, Appended, Dead, Entry, JournalFacts, Rollback, Row, Waiting
-from ._journal_keys import Keeping, offset, without_rows
+from ._journal_keys import Keeping, known, offset, without_rows
 from ._journal_models import Consumer
 from ._migration import Schema
 from ._records import DeadLetter
@@ -107,6 +107,7 @@ class OpenJournal:
         """Whose examples, dead letters and rollbacks these are."""
         self._path = journal.path
         self._schema = schema
+        self._keep_keys_s = journal._keep_keys_s
         self._file = journal.file(schema.version)
         self._lane = OwnLane("journal", writes_files=True)
         self._facts: JournalFacts | None = None
@@ -155,6 +156,14 @@ class OpenJournal:
 
     async def offset(self, source: str) -> str | None:
         return await self._lane.run(self._file.read, offset, source)
+
+    async def taken_before(self, key: str, size: int) -> int | None:
+        """Return the first of so many numbers that older programs took with a key, or None."""
+        since = self.clock_s - self._keep_keys_s
+        found = await self._lane.run(self._file.read, known, key, since)
+        if not found or self._spec_version_of(found[0][1] + size - 1) == self._schema.version:
+            return None
+        return int(found[0][1])
 
     async def waiting(self, name: str) -> Waiting | None:
         return await self._lane.run(self._file.waiting, name, self.clock_s)

@@ -50,21 +50,22 @@ def claimed(
     label = entry.label
     key = entry.key if label is None else f"{_LABELLED}{label.id}"
     own = _digest(bodies if label is None else [pack_example(label.target)])
-    known = run(
-        "SELECT digest, first FROM keys WHERE key = ? AND clock_s >= ?",
-        key,
-        clock_s - keeping.keys_s,
-    )
-    if known:
-        [(digest, first)] = known
+    found = known(run, str(key), clock_s - keeping.keys_s)
+    if found:
+        [(digest, first)] = found
         return (int(first), True) if bytes(digest) == own else _reused(entry, first)
     if label is not None:
-        found = run("SELECT clock_s FROM pending WHERE id = ?", label.id)
-        if not bodies or not found or found[0][0] < clock_s - keeping.labels_s:
+        kept = run("SELECT clock_s FROM pending WHERE id = ?", label.id)
+        if not bodies or not kept or kept[0][0] < clock_s - keeping.labels_s:
             return UnknownPredictionError(label.id)
         run("DELETE FROM pending WHERE id = ?", label.id)
     run("INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?)", key, own, number, clock_s)
     return None
+
+
+def known(run: Run, key: str, since: float) -> list[tuple[Any, ...]]:
+    """Return digest and first number of a key that came after some time, nothing if none did."""
+    return run("SELECT digest, first FROM keys WHERE key = ? AND clock_s >= ?", key, since)
 
 
 def advance(run: Run, progress: Progress) -> JournalError | None:

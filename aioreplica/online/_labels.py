@@ -1,4 +1,4 @@
-"""Labels that come later, and dead letters that are taken again.
+"""Labels that come later, what is submitted again, and dead letters that are taken again.
 
 A prediction is kept with its input under an id, until its label joins.
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ContextError
 from ._example import as_example
-from ._intake import ExampleGroup, checked_key
+from ._intake import ExampleGroup, checked_key, is_unicode
 from ._journal_format import Entry, Label, Waiting
 from ._ticket import Ticket
 
@@ -71,6 +71,27 @@ async def _take(engine: Engine, submission: ExampleGroup, *, waits: bool) -> Non
         await engine.intake.take(submission)
     else:
         engine.intake.take_nowait(submission)
+
+
+async def replayed(engine: Engine, key: str | None, size: int) -> tuple[Ticket, ...]:
+    """Return tickets of what an older program took with a key, none if it did not.
+
+    Its form is not that of now, so `validate` refuses a client that sends it again, and whether it
+    is the same cannot be told any more.
+
+    Raises:
+        JournalError: If the journal cannot be read.
+    """
+    journal, intake, is_newer = engine.journal, engine.intake, engine.settings.schema.version > 1
+    if journal is None or not is_newer or not isinstance(key, str) or not is_unicode(key):
+        return ()
+    first = await journal.taken_before(key, size)
+    if first is None:
+        return ()
+    found = tuple([await intake.ticket_of(first + at) for at in range(size)])
+    intake.num_duplicates += size
+    intake.settle_followers(engine.served.learning.learned_number, engine.served.version)
+    return found
 
 
 async def taken_again(engine: Engine, number: int, *, waits: bool = True) -> Ticket:

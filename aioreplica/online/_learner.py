@@ -16,7 +16,7 @@ from ._engine import CLOSED, Engine, require_loop
 from ._intake import ExampleGroup, checked_group
 from ._journal import Journal
 from ._journal_format import MAIN
-from ._labels import expect, expected, label, taken_again
+from ._labels import expect, expected, label, replayed, taken_again
 from ._migration import Migration
 from ._prequential import Prequential
 from ._records import DeadLetter
@@ -163,9 +163,8 @@ class OnlineLearner:
         Cancellation:
             While it waits for a place, nothing is taken. Later the example may be taken.
         """
-        submission = self._group([example], key)
-        await self._open_engine().intake.take(submission)
-        return await submission.tickets[0].saved()
+        [ticket] = await self.submit_many([example], key=key)
+        return ticket
 
     def submit_nowait(self, example: object, *, key: str | None = None) -> Ticket:
         """Take an example if there is room; `await ticket.saved()` until it is durable.
@@ -186,7 +185,12 @@ class OnlineLearner:
             ValueError: If there are more than the queue can ever hold.
             Exception: As `submit`.
         """
-        submission = self._group(examples, key)
+        try:
+            submission = self._group(examples, key)
+        except (TypeError, ValueError):
+            if known := await replayed(self._open_engine(), key, len(examples)):
+                return known
+            raise
         await self._open_engine().intake.take(submission)
         await submission.tickets[0].saved()
         return submission.tickets

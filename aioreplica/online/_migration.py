@@ -269,7 +269,12 @@ class Schema:
         return now, added
 
     async def restore(
-        self, manager: CheckpointManager, state: DescribedState, step: int | None, facts: Facts
+        self,
+        manager: CheckpointManager,
+        state: DescribedState,
+        step: int | None,
+        facts: Facts,
+        owner: Schema | None = None,
     ) -> int:
         """Restore a learner's checkpoint, None for the newest; an older one is adapted.
 
@@ -278,6 +283,7 @@ class Schema:
             state: That of the learner, with its facts.
             step: Which one.
             facts: What a checkpoint says beside the variables, restored with them.
+            owner: That of the learner that has saved it, if it is another one: its steps count.
 
         Raises:
             CheckpointError: As `way_from` and `CheckpointManager.restore`; nothing has changed.
@@ -286,13 +292,14 @@ class Schema:
 
         def adapt(manifest: Manifest) -> tuple[Manifest, list[str]]:
             nonlocal now, added
-            fitted, now, added = self._fitted(manifest)
+            fitted, now, added = (owner or self)._fitted(manifest)
             return fitted, [f"{_VARIABLES}{key}" for key in added]
 
         state.adapt = adapt
         number = await manager.restore(state, step)
         for key in added:
-            self.initial[key].put_back()
+            if key in self.initial:
+                self.initial[key].put_back()
         served = facts["served"]
         if served:
             arrays = {own: each for key, each in served["arrays"].items() if (own := now(key))}

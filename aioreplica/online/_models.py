@@ -32,7 +32,6 @@ from ._journal_models import Consumer
 from ._settings import Challenger
 
 if TYPE_CHECKING:
-    from ..checkpoint import CheckpointManager
     from ._engine import Engine
 
 LOGGER = logging.getLogger("aioreplica.online")
@@ -119,9 +118,10 @@ class Models:
     async def _join(self, engine: Engine) -> str:
         """Let a late model begin with the champion's newest checkpoint, or with its own values."""
         assert engine.journal is not None  # that is what it joins
-        manager = self._manager_of_champion()
+        other = self._learners.get(self.champion_name)
+        settings = self._owner.settings if other is None else other._settings
         for _ in range(MAX_TRIES):
-            number, why = await engine.saving.join(manager)
+            number, why = await engine.saving.join(settings)
             if why and engine.was_open:
                 raise CheckpointError(
                     f"Model {engine.model!r} would begin again with what it has learned before: "
@@ -141,11 +141,6 @@ class Models:
             f"Model {engine.model!r} could not begin: the champion saves checkpoints faster than "
             "they can be read. Give the CheckpointManager a larger max_to_keep."
         )
-
-    def _manager_of_champion(self) -> CheckpointManager | None:
-        if self.champion_name == MAIN:
-            return self._owner.settings.checkpoints
-        return self._learners[self.champion_name]._settings.checkpoints
 
     async def open(self) -> None:
         """Open the challengers; what is in the way of one is told, and `problems` has it.

@@ -231,8 +231,11 @@ async def _follow(engine: Engine, base: int, request: RollbackRequest) -> None:
     engine.backlog_end = intake.queue[0].number - 1 if intake.queue else last
     engine.learning.failures.kept()
     engine.learning.failure = ""
-    engine.learning.last_version += 1  # for the first look at what was restored
-    await engine.learning.skip_versions(engine.journal)
+    is_new = False  # the version of the first look at what was restored
+    while not is_new:
+        engine.learning.last_version = max(engine.learning.last_version, engine.version) + 1
+        await engine.learning.skip_versions(engine.journal)
+        is_new = engine.learning.last_version > engine.version  # else a promotion has taken it
     engine.serving.begin_again(engine.learning.last_version)
     engine.changed.give()
     engine.saving.follow()

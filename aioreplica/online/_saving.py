@@ -158,8 +158,8 @@ class Saving:
         await self._remove_void()
         return bool(await run_on_host(self._manager.steps))
 
-    async def join(self, other: CheckpointManager | None) -> tuple[int, str]:
-        """Take what another model has saved last into the variables.
+    async def join(self, other: Settings) -> tuple[int, str]:
+        """Take what the learner of another model has saved last into the variables.
 
         Returns:
             The number that it has learned, and ""; or, if there is nothing that fits, the one that
@@ -171,11 +171,13 @@ class Saving:
         assert self._journal is not None  # of both
         await self._require_own()
         first = self._journal.first_number - 1
-        reader = None if other is None else CheckpointManager(other._storage)
-        if reader is None or not await run_on_host(reader.steps):
+        assert other.checkpoints is not None  # as it has a model
+        reader = CheckpointManager(other.checkpoints._storage)
+        if not await run_on_host(reader.steps):
             return first, "the champion has no checkpoint yet."
+        given = self._state, None, self._progress, other.schema
         try:
-            return await self._restore(reader, None), ""
+            return await self._schema.restore(reader, *given), ""
         except MisfitError as error:
             return first, str(error)
 

@@ -19,7 +19,7 @@ import pytest_asyncio
 import aioreplica as ar
 from aioreplica.integrations import prometheus
 from aioreplica.integrations.asgi import Limits, OnlineService
-from aioreplica.online import OnlineLearner, SnapshotReader, publish_snapshot
+from aioreplica.online import Migration, OnlineLearner, SnapshotReader, publish_snapshot
 
 from .asking import Answer, ask, events_of, post, scope_of, until
 
@@ -151,6 +151,36 @@ async def test_a_key_is_taken_once_and_with_another_body_refused(served: Any) ->
     assert "k1" in other.json()["error"]
     assert long.status == 422
     assert learner.statistics().num_learned == 1
+
+
+@pytest.mark.asyncio
+async def test_a_client_of_the_release_before_is_told_what_that_took(
+    pair: ar.MirroredStrategy, tmp_path: Path
+) -> None:
+    many = {"examples": [example(2.0), example(3.0)]}
+    async with serving(pair, journal=tmp_path / "journal") as (service, _):
+        await post(service, "/learn", example(1.0), idempotency_key="one")
+        await post(service, "/learn", many, idempotency_key="many")
+
+    async def step(_ctx: ar.ReplicaContext, batch: Any) -> None:
+        assert batch["input"].shape[1] == 3
+
+    learner = OnlineLearner(
+        pair, step, {"sum": ar.Variable(0.0)}, max_batch=8, max_delay_s=0.0, queue_size=64,
+        journal=tmp_path / "journal", spec_version=2,
+        migrate={1: Migration(lambda row: {**row, "input": np.append(row["input"], 0.0)})},
+    )  # fmt: skip
+    newer = OnlineService(learner, lambda _, x: x, input_like=np.zeros(3), target_like=0)
+    async with newer.lifespan():
+        one = await post(newer, "/learn", example(1.0), idempotency_key="one")
+        assert (one.status, one.json()) == (202, {"number": 1, "is_duplicate": True})
+        found = await post(newer, "/learn", many, idempotency_key="many")
+        assert (found.status, found.json()) == (202, {"numbers": [2, 3], "is_duplicate": True})
+        for key in ({"idempotency_key": "new"}, {}):
+            assert (await post(newer, "/learn", example(1.0), **key)).status == 422
+        empty = await post(newer, "/learn", {"examples": []}, idempotency_key="one")
+        assert empty.status == 422
+        assert learner.statistics().last_number == 3
 
 
 @pytest.mark.asyncio

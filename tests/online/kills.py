@@ -15,6 +15,10 @@ With `--promotions` a second model learns from the journal, in batches of its ow
 promotes the one and the other again and again. Both must have learned each example once, the one
 that is served must be the last whose promotion has returned, or the one after that, and versions
 must only grow.
+
+With `--upgrades k` a newer version of the program is started k times, each with examples of another
+form and other keys of its state. Steps get the newest form only, and what was acknowledged to a
+client that sends it again in its older form is known.
 """
 
 import argparse
@@ -40,6 +44,7 @@ import aioreplica as ar
 PER_RUN = 600
 NUM_CLIENTS = 6
 POISONED_EVERY = 97
+SENT_AGAIN = 60
 LIMIT_S = 120
 
 
@@ -50,24 +55,35 @@ class Wanted:
     rolls_back: bool = False
     joins: bool = False
     promotes: bool = False
+    num_upgrades: int = 0
+
+    def version(self, size: int, first: int | None) -> int:
+        """Return the spec version of the process whose examples begin with one."""
+        last = size - PER_RUN
+        return 1 + (last if first is None else first) * self.num_upgrades // last
 
 
 class Model:
     """A strategy with variables that count, and a step."""
 
-    def __init__(self, device: str, size: int, poisoned: int) -> None:
+    def __init__(self, device: str, size: int, poisoned: int, version: int) -> None:
         self.strategy = ar.MirroredStrategy([device])
-        self._size, self._poisoned = size, poisoned
+        self._size, self._poisoned, self._version = size, poisoned, version
         with self.strategy.scope():
             self.counts = ar.Variable(np.zeros(size, np.int32), aggregation="sum")
             self.weight = ar.Variable(np.zeros(3))
+            self.added = {str(v): ar.Variable(0.0) for v in range(2, version + 1)}
             self.adam = ar.optimizers.Adam(0.01)
 
     @property
     def state(self) -> dict[str, Any]:
-        return {"counts": self.counts, "weight": self.weight, "adam": self.adam}
+        weights = {str(self._version): self.weight}
+        added = {"added": self.added} if self.added else {}
+        return {"counts": self.counts, "weight": weights, "adam": self.adam, **added}
 
     async def step(self, _ctx: ar.ReplicaContext, batch: Any) -> None:
+        if (batch["form"] != self._version).any():
+            raise ValueError("of another form")
         hits = np.bincount(batch["id"], minlength=self._size).astype(np.int32)
         await self.counts.assign_add(hits)
         if (batch["id"] % self._poisoned == 0).any():
@@ -75,16 +91,49 @@ class Model:
         await self.adam.apply_gradients([(batch["x"].sum(0), self.weight)])
 
     def learner(self, manager: ar.CheckpointManager, **options: Any) -> ar.online.OnlineLearner:
-        given = {"max_batch": 8, "max_delay_s": 0.001, "queue_size": 64, "checkpoint_every_s": 0.03}
+        given = {
+            "max_batch": 8, "max_delay_s": 0.001, "queue_size": 64, "checkpoint_every_s": 0.03,
+            "spec_version": self._version,
+            "migrate": {version: RISES[version] for version in range(1, self._version)},
+        }  # fmt: skip
         return ar.online.OnlineLearner(
             self.strategy, self.step, self.state, checkpoints=manager, **(given | options)
         )
 
 
+def risen(version: int) -> ar.online.Migration:
+    """Return the step from a version to the next."""
+
+    def rise(row: dict[str, Any]) -> dict[str, Any]:
+        if "input" in row:  # it was made of a prediction and its label
+            return {**row, "input": rise(row["input"])}
+        assert row["form"] == version
+        return {**row, "form": version + 1}
+
+    keys = {f"weight/{version}": f"weight/{version + 1}"}
+    return ar.online.Migration(rise, renamed=keys, added=[f"added/{version + 1}"])
+
+
+RISES = {version: risen(version) for version in range(1, 100)}
+
+
 async def live(folder: Path, size: int, first: int | None, wanted: Wanted) -> None:
     """Learn; from an example on submit more until killed, or only finish what is there."""
     names = ["main", "second"][: 1 + wanted.promotes]
-    models = [Model(f"cpu:{at}", size, POISONED_EVERY + 2 * at) for at in range(len(names))]
+    version = wanted.version(size, first)
+    models = [
+        Model(f"cpu:{at}", size, POISONED_EVERY + 2 * at, version) for at in range(len(names))
+    ]
+
+    def valid(given: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = given.get("input", given)
+        if found["form"] != version:
+            raise ValueError("An example of another form.")
+        return found
+
+    def parsed(line: str) -> dict[str, Any]:
+        return example(int(line), version)
+
     async with AsyncExitStack() as ends:
         managers = []
         for name, model in zip(names, models, strict=True):
@@ -99,14 +148,18 @@ async def live(folder: Path, size: int, first: int | None, wanted: Wanted) -> No
         learner = models[0].learner(
             managers[0],
             journal=ar.online.Journal(folder / "journal.db", label_ttl_s=3600.0),
-            validate=lambda given: given.get("input", given),
+            validate=valid,
             sources={"lines": ar.online.FolderSource(folder / "lines", parse=parsed, poll_s=0.003)},
             challengers=others,
         )
         async with learner:
             print(f"open {learner.champion} {learner.version}", flush=True)
             if first is not None:
-                await submit_more(folder, learner, first, wanted)
+                if wanted.num_upgrades and first:
+                    begin = first - PER_RUN
+                    ids = range(begin, begin + SENT_AGAIN, 3)  # `submit` took these
+                    await send_again(learner, ids, wanted.version(size, begin))
+                await submit_more(folder, learner, first, wanted, version)
             while not is_read(folder, learner):
                 await asyncio.sleep(0.003)
         for name, model in zip(names, models, strict=True):
@@ -117,7 +170,7 @@ async def live(folder: Path, size: int, first: int | None, wanted: Wanted) -> No
 
 
 async def submit_more(
-    folder: Path, learner: ar.online.OnlineLearner, first: int, wanted: Wanted
+    folder: Path, learner: ar.online.OnlineLearner, first: int, wanted: Wanted, version: int
 ) -> None:
     """Submit examples, and do what is wanted meanwhile, until the process is killed."""
     ids = iter(range(first, first + PER_RUN))
@@ -127,7 +180,7 @@ async def submit_more(
     async def client() -> None:
         for i in ids:
             way = ways[i % len(ways)]
-            ticket = await way(learner, i)
+            ticket = await way(learner, i, version)
             os.write(1, f"{i}\n".encode())
             if ticket is None:
                 continue
@@ -138,6 +191,8 @@ async def submit_more(
         operators.append(roll_back(learner, taken, random.Random(first)))
     if wanted.promotes:
         operators.append(promote(learner, random.Random(first)))
+    if wanted.num_upgrades:
+        operators.append(save(learner, random.Random(first)))
     operating = [asyncio.create_task(each) for each in operators]
     await asyncio.gather(*(client() for _ in range(NUM_CLIENTS)))
     await asyncio.gather(*operating)
@@ -155,24 +210,40 @@ async def promote(learner: ar.online.OnlineLearner, rng: random.Random) -> None:
             os.write(1, f"promoted {name} {version}\n".encode())
 
 
-def example(i: int) -> dict[str, Any]:
-    return {"id": i, "x": np.ones(3)}
+async def save(learner: ar.online.OnlineLearner, rng: random.Random) -> None:
+    """Save checkpoints."""
+    while True:
+        number = await learner.checkpoint()
+        os.write(1, f"saved {number}\n".encode())
+        await asyncio.sleep(rng.random() * 0.05)
 
 
-def parsed(line: str) -> dict[str, Any]:
-    return example(int(line))
+async def send_again(learner: ar.online.OnlineLearner, ids: range, version: int) -> None:
+    """Send what the process before may have taken, as it was then; write what is not known."""
+    for i in ids:
+        try:
+            await learner.submit(example(i, version), key=str(i))
+        except ValueError:
+            os.write(1, f"unknown {i}\n".encode())
+        else:
+            os.write(1, f"{i}\n".encode())
 
 
-Way = Callable[[ar.online.OnlineLearner, int], Awaitable[ar.online.Ticket | None]]
-"""Hands an example to a learner; returns once it must not be lost, None without a number."""
+def example(i: int, version: int) -> dict[str, Any]:
+    return {"id": i, "x": np.ones(3), "form": version}
 
 
-async def submit(learner: ar.online.OnlineLearner, i: int) -> ar.online.Ticket:
-    return await learner.submit(example(i), key=str(i))
+Way = Callable[[ar.online.OnlineLearner, int, int], Awaitable[ar.online.Ticket | None]]
+"""Hands an example of a spec version to a learner; returns once it must not be lost, None without
+a number."""
 
 
-async def label(learner: ar.online.OnlineLearner, i: int) -> ar.online.Ticket:
-    name = learner.expect(example(i))
+async def submit(learner: ar.online.OnlineLearner, i: int, version: int) -> ar.online.Ticket:
+    return await learner.submit(example(i, version), key=str(i))
+
+
+async def label(learner: ar.online.OnlineLearner, i: int, version: int) -> ar.online.Ticket:
+    name = learner.expect(example(i, version))
     tickets = await asyncio.gather(learner.label(name, 1.0), learner.label(name, 1.0))
     assert tickets[0].number == tickets[1].number
     return tickets[0]
@@ -186,7 +257,7 @@ class Lines:
         path = folder / "lines" / f"{first:09}.jsonl"
         self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    async def __call__(self, _learner: ar.online.OnlineLearner, i: int) -> None:
+    async def __call__(self, _learner: ar.online.OnlineLearner, i: int, _version: int) -> None:
         await asyncio.to_thread(os.write, self.fd, f"{i}\n".encode())
 
 
@@ -248,27 +319,30 @@ def kill(num_kills: int, seed: int = 0, wanted: Wanted | None = None) -> Kills:
     wanted = Wanted() if wanted is None else wanted
     rng, lines = random.Random(seed), list[str]()
     options = ["--rollbacks"] * wanted.rolls_back + ["--joins"] * wanted.joins
-    options += ["--promotions"] * wanted.promotes
+    options += ["--promotions"] * wanted.promotes + ["--upgrades", str(wanted.num_upgrades)]
     begins = [""]
     if wanted.rolls_back:  # while a rollback is under way, or after one that has returned, in turn
         begins = ["leaves out", "left out"]
     if wanted.promotes:
         begins += ["promotes", "promoted"]
+    if wanted.num_upgrades:
+        begins += ["saved"]
     size = (num_kills + 1) * PER_RUN
     with tempfile.TemporaryDirectory() as folder:
         for run in range(num_kills):
             program = _program(folder, size, str(run * PER_RUN), *options)
             lines += _until_killed(program, rng, begins[run % len(begins)])
-        last = ["--promotions"] * wanted.promotes
+        last = ["--promotions"] * wanted.promotes + ["--upgrades", str(wanted.num_upgrades)]
         done = subprocess.run(
             _program(folder, size, *last), capture_output=True, text=True, timeout=LIMIT_S,
             check=True,
         )  # fmt: skip
+    unknown = {int(line.removeprefix("unknown ")) for line in lines if line.startswith("unknown")}
     acknowledged = {int(line) for line in lines if line.isdigit()}
     may_be_left = {int(line.rpartition(" ")[2]) for line in lines if line.startswith("leaves")}
     left_out = {int(line.rpartition(" ")[2]) for line in lines if line.startswith("left")}
     ends = [line for line in done.stdout.split("\n") if line.startswith("model ")]
-    lost, twice = list[int](), list[int]()
+    lost, twice = sorted(unknown & acknowledged), list[int]()
     for at, line in enumerate(ends):
         counted, _, letters = line.removeprefix("model ").partition("|")
         learned = Counter({int(i): int(n) for i, n in (x.split(":") for x in counted.split())})
@@ -330,10 +404,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--rollbacks", action="store_true")
     parser.add_argument("--promotions", action="store_true")
+    parser.add_argument("--upgrades", type=int, default=0)
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--joins", action="store_true")
     chosen = parser.parse_args()
-    wanted = Wanted(chosen.rollbacks, chosen.joins, chosen.promotions)
+    wanted = Wanted(chosen.rollbacks, chosen.joins, chosen.promotions, chosen.upgrades)
     if chosen.child:
         ar.set_logical_devices("cpu", 2)
         folder, size, *first = chosen.child

@@ -8,13 +8,20 @@ matter, see test_simulated_disk.py.
 import asyncio
 import shutil
 import tempfile
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 
+import aioreplica as ar
 from aioreplica import testing as art
-from aioreplica.errors import ContextError, PoisonedExampleError
+from aioreplica.errors import CheckpointError, ContextError, PoisonedExampleError
+from aioreplica.online._journal import OpenJournal
+from aioreplica.online._journal_file import JournalFile
 
 from .conftest import MEMORY
 from .program import Counting, example
@@ -154,3 +161,117 @@ def test_cancelled_anywhere_it_leaves_a_folder_that_goes_on() -> None:
                     await recovers(folder, acknowledged, offered)
 
     art.cancel_everywhere(main).check()
+
+
+@pytest.mark.xslow
+def test_a_promotion_against_everything_else_serves_no_version_twice() -> None:
+    async def main() -> None:
+        with tempfile.TemporaryDirectory(dir=IN) as made:
+            folder = Path(made)
+            served: dict[int, bytes] = {}
+            promised: list[int] = []
+            async with both(folder) as (first, second):
+                learner = first.learner
+                for i in range(3):
+                    await (await learner.submit(example(i)))
+                    while second.learner.statistics().learned_number <= i:
+                        await asyncio.sleep(0.001)
+                    await second.learner.checkpoint()
+
+                def look() -> None:
+                    snapshot = learner.snapshot()
+                    bits = b"".join(each.tobytes() for each in snapshot.values())
+                    assert served.setdefault(snapshot.version, bits) == bits, snapshot.version
+
+                async def watch() -> None:
+                    while learner.state != "closed":
+                        look()
+                        await asyncio.sleep(0)
+
+                async def promote() -> None:
+                    with suppress(ValueError, ContextError):  # it was not caught up, or closed
+                        promised.append(await learner.promote("b"))
+                        assert learner.version >= promised[-1]
+
+                async def go_back() -> None:
+                    with suppress(ContextError):
+                        assert await second.learner.rollback(to=2) == 2
+
+                async def submit() -> None:
+                    with suppress(ContextError):
+                        await (await learner.submit(example(3)))
+
+                async def save() -> None:
+                    with suppress(CheckpointError, ContextError):
+                        await second.learner.checkpoint()
+
+                async def close() -> None:
+                    await asyncio.sleep(0.002)
+                    await learner.aclose()
+
+                watching = asyncio.create_task(watch())
+                actions = (promote, go_back, submit, save, close)
+                await asyncio.gather(*(asyncio.create_task(each()) for each in actions))
+                await watching
+                look()
+            newest = max(served)
+            async with both(folder) as (again, other):
+                assert again.learner.champion == ("b" if promised else "main")
+                assert again.learner.version >= newest
+                last = again.learner.statistics().last_number
+                assert again.learned() == other.learned() == [1] * last
+
+    art.explore(main, schedules=12).check()
+
+
+@pytest.mark.asyncio
+async def test_what_is_promoted_while_it_goes_back_has_a_version_of_its_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, is_queued = asyncio.get_running_loop(), threading.Event()
+    promoting: list[asyncio.Future[int]] = []
+    write, roll_back = OpenJournal.promote, JournalFile.roll_back
+
+    async def promote(journal: OpenJournal, learned: int, version: int) -> None:
+        writing = asyncio.ensure_future(write(journal, learned, version))
+        await asyncio.sleep(0)
+        is_queued.set()
+        await writing
+
+    def roll_back_then_promote(file: JournalFile, *given: Any) -> Any:
+        found = roll_back(file, *given)
+        start = first.learner.promote
+        loop.call_soon_threadsafe(lambda: promoting.append(asyncio.ensure_future(start("b"))))
+        assert is_queued.wait(60)
+        return found
+
+    monkeypatch.setattr(OpenJournal, "promote", promote)
+    monkeypatch.setattr(JournalFile, "roll_back", roll_back_then_promote)
+    served: dict[int, bytes] = {}
+    async with asyncio.timeout(60), both(folder) as (first, second):
+        for i in range(3):
+            await (await first.learner.submit(example(i)))
+            while second.learner.statistics().learned_number <= i:
+                await asyncio.sleep(0)
+            await second.learner.checkpoint()
+        going_back = asyncio.ensure_future(second.learner.rollback(to=1))
+        while not (going_back.done() and promoting and promoting[0].done()):
+            snapshot = first.learner.snapshot()
+            bits = b"".join(each.tobytes() for each in snapshot.values())
+            assert served.setdefault(snapshot.version, bits) == bits, snapshot.version
+            await asyncio.sleep(0)
+        assert await promoting[0] <= first.learner.version
+        assert second.learned() == [1] * second.learner.statistics().learned_number
+
+
+@asynccontextmanager
+async def both(folder: Path) -> AsyncIterator[tuple[Counting, Counting]]:
+    """Open a champion and a challenger b."""
+    given: dict[str, Any] = {"max_batch": 1, "max_delay_s": 0.0, "num_replicas": 1}
+    manager = ar.CheckpointManager(folder / "b" / "all", max_to_keep=None)
+    second = Counting(folder / "b", journal=None, checkpoints=manager, **given)
+    async with (
+        second.strategy,
+        Counting(folder, challengers={"b": second.learner}, **given) as first,
+    ):
+        yield first, second
