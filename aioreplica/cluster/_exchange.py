@@ -12,7 +12,7 @@ differs between workers, and what is decided does not: it follows from the frame
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -82,7 +82,7 @@ class Exchange(asyncio.Future[T]):
     """
 
     __slots__ = (
-        "_ahead", "_can_fuse", "_carry", "_is_cancelled", "_num_led", "_queue", "_run", "_slots",
+        "_ahead", "_can_fuse", "_carry", "_is_cancelled", "_led", "_queue", "_run", "_slots",
         "_then", "_what", "_where", "frame", "is_over",
     )  # fmt: skip
 
@@ -107,7 +107,7 @@ class Exchange(asyncio.Future[T]):
         self._ahead = ahead
         self._can_fuse = can_fuse
         self._queue = run.workers.queue
-        self._num_led = 0  # of those queued behind it
+        self._led: Sequence[Exchange[Any]] = ()  # of those queued behind it
         self._slots: list[bytes] | None = None
         self._is_cancelled = False  # and ends when it is over
         self._then: list[Callable[[], object]] = []
@@ -204,30 +204,30 @@ class Exchange(asyncio.Future[T]):
         try:
             frame = self.frame = run.numbered(self.frame)
             communicator._what = f"{self._what} of run {frame.run} ({run.function})"
-            batch = self._batch()
+            followers, all_ahead = self._followers(), [self._ahead]
+            if followers:
+                all_ahead += [each._ahead for each in followers]
             behind: list[Any] = []
             after: list[Any] = []  # checked now; `_look` says what goes
             num_bytes = 0
-            for each in batch:
-                num_bytes += each._ahead.num_bytes
-                (behind if num_bytes <= room else after).extend(each._ahead.arrays)
-            followers = [each.frame for each in batch[1:]]
-            all_ahead = [each._ahead for each in batch]
+            for each in all_ahead:
+                num_bytes += each.num_bytes
+                (behind if num_bytes <= room else after).extend(each.arrays)
             came = communicator.all_gather_then_reduce(
-                frame.encode(room, behind, followers),
-                partial(self._look, batch, all_ahead, room, after), after, self._ahead.op,
+                frame.encode(room, behind, [each.frame for each in followers]),
+                partial(self._look, followers, all_ahead, room, after), after, self._ahead.op,
             )  # fmt: skip
-            came.add_done_callback(partial(self._came, communicator, batch))
+            came.add_done_callback(partial(self._came, communicator))
         except BaseException as error:
             self._break(error)
             if not isinstance(error, Exception):
                 raise
 
-    def _batch(self) -> list[Exchange[Any]]:
-        """Return this exchange and those queued behind it that could go with it."""
-        batch: list[Exchange[Any]] = [self]
+    def _followers(self) -> Sequence[Exchange[Any]]:
+        """Return the exchanges queued behind this one that could go with it."""
         if not self._can_fuse or len(self._queue) == 1:
-            return batch
+            return ()
+        followers: list[Exchange[Any]] = []
         ahead, num_bytes, num_in_slot = self._ahead, 0, 0
         for each in islice(self._queue, MAX_FOLLOWERS + 1):
             num_bytes += each._ahead.num_bytes
@@ -237,12 +237,12 @@ class Exchange(asyncio.Future[T]):
             if each is not self:
                 if is_full or not is_alike:
                     break
-                batch.append(each)
-        return batch
+                followers.append(each)
+        return followers
 
     def _look(
         self,
-        batch: list[Exchange[Any]],
+        followers: Sequence[Exchange[Any]],
         all_ahead: list[Summands],
         room: int,
         after: list[Any],
@@ -252,14 +252,15 @@ class Exchange(asyncio.Future[T]):
         slots = self._slots = slots_if_one_collective(rows)
         if slots is None:
             return False
-        common = slots_in_common(rows, self.frame, [each.frame for each in batch[1:]])
-        self._num_led = len(common)
-        for each, its_slots in zip(batch[1:], common, strict=False):
-            each._slots = its_slots
-        all_ahead = all_ahead[: 1 + len(common)]
+        if followers:
+            common = slots_in_common(rows, self.frame, [each.frame for each in followers])
+            self._led = followers[: len(common)]
+            for each, its_slots in zip(self._led, common, strict=True):
+                each._slots = its_slots
+            del all_ahead[1 + len(common) :]
         if sum([each.num_bytes for each in all_ahead]) <= room:
             runs, op = runs_of(all_ahead), all_ahead[0].op
-            columns = zip(*(arrays_behind(row, runs) for row in rows), strict=True)
+            columns = zip(*[arrays_behind(row, runs) for row in rows], strict=True)
             share_totals(all_ahead, [reduce_arrays(op, column) for column in columns])
             return False
         for summands in all_ahead:
@@ -267,14 +268,14 @@ class Exchange(asyncio.Future[T]):
         after[:] = map(join_run, runs_of(all_ahead))
         return True
 
-    def _came(
-        self, communicator: Communicator, batch: list[Exchange[Any]], came: asyncio.Future[Any]
-    ) -> None:
+    def _came(self, communicator: Communicator, came: asyncio.Future[Any]) -> None:
         """Do what follows from the frames of all workers."""
         try:
             rows, totals = came.result()
-            members = batch[: 1 + self._num_led]
-            all_ahead = [each._ahead for each in members]
+            led = self._led
+            all_ahead = [self._ahead]
+            if led:
+                all_ahead += [each._ahead for each in led]
             if totals is not None:
                 share_totals(all_ahead, totals)
             slots = self._slots
@@ -296,7 +297,7 @@ class Exchange(asyncio.Future[T]):
             self._spawn(self._go_on(found))
         else:
             self._succeed(found)
-            for each in members[1:]:
+            for each in led:
                 each._follow(communicator)
 
     def _follow(self, communicator: Communicator) -> None:
@@ -470,17 +471,16 @@ class OpenTurn:
         if ahead is not None:
             self._lent = exchange
         before, self._before = self._before, None
-
-        def enter(_before: object = None) -> None:
-            exchange.enter()
-            if is_last:
-                self.end()
-
         if before is None or before.done():
-            enter()
+            self._enter(exchange, is_last)
         else:
-            before.add_done_callback(enter)
+            before.add_done_callback(partial(self._enter, exchange, is_last))
         return exchange
+
+    def _enter(self, exchange: Exchange[Any], is_last: bool, _before: object = None) -> None:
+        exchange.enter()
+        if is_last:
+            self.end()
 
     def inner(self, what: str, signature: str) -> OpenTurn:
         """Return an operation in this turn, which is that of a merge function."""

@@ -98,7 +98,9 @@ class Frame:
         Raises:
             ValueError: If the slots are too long.
         """
-        slot = b"".join([self.slot, *(each.slot for each in followers)])
+        slot = self.slot
+        if followers:
+            slot += b"".join([each.slot for each in followers])
         if len(slot) > SLOT_BYTES:
             raise ValueError(f"A slot holds {SLOT_BYTES} bytes, got {len(slot)}.")
         data = np.zeros(FRAME_BYTES + room, np.uint8)
@@ -255,8 +257,6 @@ def slots_in_common(
         >>> slots_in_common(rows, here, others)
         [[b'', b'']]
     """
-    if not followers:
-        return []
     chains = [row[_HEADER_AND_SLOT : _HEADER_AND_SLOT + _CHAIN_BYTES].tobytes() for row in rows]
 
     def is_common(index: int) -> bool:
@@ -280,7 +280,9 @@ def arrays_behind(
     found = []
     start = FRAME_BYTES
     for run in runs:
-        stop = start + sum(array.nbytes for array in run)
+        stop = start
+        for array in run:
+            stop += array.nbytes
         found.append(row[start:stop].view(run[0].dtype))
         start = stop
     return found

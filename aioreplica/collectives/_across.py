@@ -251,8 +251,7 @@ class Summands:
 
     __slots__ = (
         "_are_lent", "_are_read", "_halves", "_in_slot", "_leaves", "_lock", "_packs", "_sent",
-        "_singles", "arrays", "is_whole", "layout", "num_bytes", "op",
-        "totals",
+        "_singles", "arrays", "is_whole", "layout", "num_bytes", "op", "totals",
     )  # fmt: skip
 
     def __init__(
@@ -272,23 +271,26 @@ class Summands:
         self._in_slot = _indices_in_slot(sent)
         self._packs: Sequence[Pack] = ()
         self._singles: Sequence[int] = ()
+        self.arrays: list[Array] = []
+        self.is_whole = True
         if len(sent) == 1 and type(sent[0]) is np.ndarray:
-            self._singles = () if self._in_slot else (0,)
+            if not self._in_slot:
+                self._singles, self.arrays = (0,), [np.ascontiguousarray(sent[0])]
         elif len(self._in_slot) < len(sent):
             packing = Layout(sent, 0)
             self._packs, self._singles = packing.packs, packing.singles
-        self.arrays: list[Array] = [joined(sent, pack) for pack in self._packs]
-        self.arrays += [np.ascontiguousarray(sent[i]) for i in self._singles]
-        num_packed = sum([len(pack.indices) for pack in self._packs])
+            self.arrays += [joined(sent, pack) for pack in self._packs]
+            self.arrays += [np.ascontiguousarray(sent[i]) for i in self._singles]
+            num_packed = sum([len(pack.indices) for pack in self._packs])
+            self.is_whole = len(self._in_slot) + num_packed + len(self._singles) == len(sent)
         self.num_bytes = sum([array.nbytes for array in self.arrays])
-        self.is_whole = len(self._in_slot) + num_packed + len(self._singles) == len(sent)
         self._are_lent = are_lent
         self._are_read = False
         self._lock = threading.Lock()  # the engine's thread begins to read
 
     def slot(self) -> bytes:
         """Return the small leaves."""
-        return b"".join(_as_bytes(self._sent[i]) for i in self._in_slot)
+        return b"".join([_as_bytes(self._sent[i]) for i in self._in_slot])
 
     def begin(self) -> None:
         """Say that the arrays are read from now on."""
