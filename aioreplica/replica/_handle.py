@@ -192,7 +192,7 @@ class Handle(Awaitable[Any]):
                 raise
             finally:
                 ended()
-        elif point.is_solo:
+        elif point.is_solo and generation.group.across is None:  # else the loop has brought it
             yield  # to the event loop, as every collective does
         if point.is_aborted or waiter.cancelled():
             raise asyncio.CancelledError

@@ -244,6 +244,20 @@ async def test_reductions_of_the_next_bucket_run_while_the_last_one_crosses() ->
     assert order.index("crossed") > 1  # two were reduced here before the first had crossed
 
 
+async def test_a_handle_that_is_done_is_awaited_without_a_turn_of_the_event_loop() -> None:
+    async def step() -> tuple[bool, float, int]:
+        first, second = (me().start_all_reduce("sum", np.ones(3)) for _ in range(2))
+        await second
+        turns: list[int] = []
+        asyncio.get_running_loop().call_soon(turns.append, 1)
+        return first.done(), float((await first)[0]), len(turns)
+
+    async def program(strategy: Any) -> Any:
+        return strategy.local_results(await strategy.run(step))
+
+    assert await on_workers(2, 1, program) == [((True, 2.0, 0),)] * 2
+
+
 # ---- variables ---------------------------------------------------------------------------------
 
 
