@@ -1,7 +1,7 @@
 """Device loops that jax compiles; imported when one is asked for, as it needs jax."""
 
+from ._devices import Gang as Gang
 from ._loop import CompiledLoop as CompiledLoop
-from ._loop import Gang as Gang
 from ._programs import CompiledSteps as CompiledSteps
 
 __all__ = ()

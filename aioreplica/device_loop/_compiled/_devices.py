@@ -1,15 +1,23 @@
-"""The jax devices of a strategy: one for each replica."""
+"""The jax devices of a strategy: one for each replica, held together, one program at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any, final
 
 import jax
 
-from ...devices import list_devices
+from ...context import REGISTRY
+from ...devices import Gate, list_devices, new_gate
 from ...devices.backends import ask_jax_for_cpus
 from ...errors import DeviceError
+from ...replica import BlockingContext
+
+LOOK_S = 0.25
+"""How often a thread that waits for another program looks whether its run has ended."""
 
 
 def jax_devices(names: Sequence[str]) -> list[Any]:
@@ -41,3 +49,72 @@ def jax_devices(names: Sequence[str]) -> list[Any]:
             f"on {', '.join(wanted)}. Give each replica a device of its own."
         )
     return found
+
+
+@final
+class Gang:
+    """Holds the lanes of all replicas until the one that leads is done.
+
+    Args:
+        size: How many replicas there are.
+        loop: The event loop of the run.
+    """
+
+    def __init__(self, size: int, loop: asyncio.AbstractEventLoop | None) -> None:
+        self._lock = Lock()
+        self._missing = size - 1
+        self._is_ready = size == 1
+        self._all_here = new_gate(loop)
+        self._gates: list[Gate] = [new_gate(loop) for _ in range(size - 1)]
+        if self._is_ready:
+            self._all_here.open()
+
+    def follow(self, replica_id: int, blocking: BlockingContext) -> None:
+        """Hold the lane of a replica that does not lead; on its thread."""
+        with self._lock:
+            self._missing -= 1
+            is_last = self._missing == 0
+        if is_last:
+            self._let_lead()
+        with blocking.waiting("the compiled steps"):
+            self._gates[replica_id - 1].wait()
+        blocking.check_running()
+
+    def wait_for_all(self, blocking: BlockingContext) -> None:
+        """Wait until all other threads are here, or the run has ended."""
+        blocking.when_aborted(self._let_lead)
+        blocking.check_running()  # behind the line above: an abort is seen here, or calls that
+        with blocking.waiting("the other devices"):
+            self._all_here.wait()
+        blocking.check_running()
+
+    def end(self) -> None:
+        """Let the others go."""
+        for gate in self._gates:
+            gate.open()
+
+    def _let_lead(self) -> None:
+        with self._lock:
+            is_first, self._is_ready = not self._is_ready, True
+        if is_first:
+            self._all_here.open()
+
+
+@contextmanager
+def only_one(blocking: BlockingContext) -> Iterator[None]:
+    """Run what is in the `with` block while no other compiled program of the process runs.
+
+    Several that wait for each other's devices inside XLA would end the process.
+
+    Cancellation:
+        CancelledError once the run is aborted, while it waits for its turn.
+    """
+    lock = REGISTRY.once("compiled_execution", Lock)
+    if not lock.acquire(blocking=False):
+        with blocking.waiting("another compiled program"):
+            while not lock.acquire(timeout=LOOK_S):
+                blocking.check_running()
+    try:
+        yield
+    finally:
+        lock.release()

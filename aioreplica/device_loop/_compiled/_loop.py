@@ -7,11 +7,8 @@ steps, and elements of steps that were not published go back to their iterator.
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from threading import Lock
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any, final
 
@@ -19,8 +16,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from ...context import REGISTRY, LoopStep
-from ...devices import Gate, new_gate
+from ...context import LoopStep
 from ...errors import ContextError, NonFiniteError
 from ...optimizers import Optimizer
 from ...replica import BlockingContext, RunningReplica, random_stream
@@ -29,6 +25,7 @@ from ...tree import flatten
 from ...values import Variable, is_floating
 from .._infeed import CHUNK_BYTES, Infeed
 from .._program import MultiStepContext
+from ._devices import Gang, only_one
 from ._program import StepProgram, of_each, of_first
 from ._programs import CompiledSteps
 from ._update import (
@@ -46,58 +43,6 @@ MAX_CHUNK = 64
 
 ALIGNMENT = 64
 """Where XLA wants arrays to begin; those that do it reads where they are."""
-
-LOOK_S = 0.25
-"""How often a thread that waits for another program looks whether its run has ended."""
-
-
-@final
-class Gang:
-    """Holds the lanes of all replicas until the one that leads is done.
-
-    Args:
-        size: How many replicas there are.
-        loop: The event loop of the run.
-    """
-
-    def __init__(self, size: int, loop: asyncio.AbstractEventLoop | None) -> None:
-        self._lock = Lock()
-        self._missing = size - 1
-        self._is_ready = size == 1
-        self._all_here = new_gate(loop)
-        self._gates: list[Gate] = [new_gate(loop) for _ in range(size - 1)]
-        if self._is_ready:
-            self._all_here.open()
-
-    def follow(self, replica_id: int, blocking: BlockingContext) -> None:
-        """Hold the lane of a replica that does not lead; on its thread."""
-        with self._lock:
-            self._missing -= 1
-            is_last = self._missing == 0
-        if is_last:
-            self._let_lead()
-        with blocking.waiting("the compiled steps"):
-            self._gates[replica_id - 1].wait()
-        blocking.check_running()
-
-    def wait_for_all(self, blocking: BlockingContext) -> None:
-        """Wait until all other threads are here, or the run has ended."""
-        blocking.when_aborted(self._let_lead)
-        blocking.check_running()  # behind the line above: an abort is seen here, or calls that
-        with blocking.waiting("the other devices"):
-            self._all_here.wait()
-        blocking.check_running()
-
-    def end(self) -> None:
-        """Let the others go."""
-        for gate in self._gates:
-            gate.open()
-
-    def _let_lead(self) -> None:
-        with self._lock:
-            is_first, self._is_ready = not self._is_ready, True
-        if is_first:
-            self._all_here.open()
 
 
 @final
@@ -477,26 +422,6 @@ class CompiledLoop:
         self._bases.update({variable: variable.components for variable in changes})
         self._programs.keep(program, self._bases, self._carry[0])
         self._counts = dict.fromkeys(self._counts, 0)
-
-
-@contextmanager
-def only_one(blocking: BlockingContext) -> Iterator[None]:
-    """Run what is in the `with` block while no other compiled program of the process runs.
-
-    Several that wait for each other's devices inside XLA would end the process.
-
-    Cancellation:
-        CancelledError once the run is aborted, while it waits for its turn.
-    """
-    lock = REGISTRY.once("compiled_execution", Lock)
-    if not lock.acquire(blocking=False):
-        with blocking.waiting("another compiled program"):
-            while not lock.acquire(timeout=LOOK_S):
-                blocking.check_running()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _failure(program: StepProgram, code: int, number: int) -> Exception:

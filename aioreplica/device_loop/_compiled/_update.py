@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from operator import attrgetter
 from typing import Any, Protocol, TypeAlias, final
 
 import jax
@@ -252,30 +253,30 @@ def columns_for(
         ContextError: If it gives numbers in another structure than at iteration 0.
     """
     rate = optimizer.settings.learning_rate
-    is_fixed = type(rate) is float
+    numbers = range(iteration, iteration + count)
+    rates = (
+        [rate] * count if isinstance(rate, float) else [learning_rate_at(rate, n) for n in numbers]
+    )
+    columns: list[Sequence[float]] = []
     first = prepared_for(optimizer, multipliers, 0)  # as when the step was recorded
-    rows = []
-    for number in range(iteration, iteration + count):
-        at: Any = rate if is_fixed else learning_rate_at(rate, number)
-        row: list[float] = []
-        for multiplier, like in zip(multipliers, first, strict=True):
-            prepared = optimizer.prepare(at * multiplier, number)
-            if type(prepared) is float:  # the common case
-                row.append(prepared)
-                continue
-            found = taken_apart(prepared) if like.names is None else None
-            if found is None:
-                row += [getattr(prepared, name) for name in like.names or ()]
-            elif found.kinds == like.kinds:
-                row += found.numbers
-            else:
+    for multiplier, like in zip(multipliers, first, strict=True):
+        rows = [optimizer.prepare(at * multiplier, n) for at, n in zip(rates, numbers, strict=True)]
+        is_alike = len(set(map(type, rows))) == 1 and taken_apart(rows[0]).kinds == like.kinds
+        if is_alike and like.names is not None:  # floats in a dataclass
+            columns += [list(map(attrgetter(name), rows)) for name in like.names]
+        elif is_alike and type(rows[0]) is float:
+            columns.append(rows)
+        else:
+            taken = list(map(taken_apart, rows))
+            if any(each.kinds != like.kinds for each in taken):
                 raise ContextError(
-                    f"prepare of {optimizer!r} gives another structure at iteration {number} than "
-                    "at the first, which cannot be compiled."
+                    f"prepare of {optimizer!r} gives another structure at one of the iterations "
+                    f"{iteration} to {iteration + count - 1} than at the first, which cannot be "
+                    "compiled."
                 )
-        rows.append(row)
-    columns = [np.array(column) for column in zip(*rows, strict=True)]
-    return [each.astype(jax.dtypes.canonicalize_dtype(each.dtype)) for each in columns]
+            columns += zip(*(each.numbers for each in taken), strict=True)
+    found = [np.array(column) for column in columns]
+    return [each.astype(jax.dtypes.canonicalize_dtype(each.dtype)) for each in found]
 
 
 def finished_after(optimizer: Optimizer, iteration: int) -> Mapping[Variable, Any]:
