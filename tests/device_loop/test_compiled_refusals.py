@@ -6,6 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.errors import ContextError, DeviceError
+from aioreplica.optimizers import Optimizer
 from tests.conftest import mirrored, one_worker
 from tests.replica.gated import me
 
@@ -224,3 +226,47 @@ async def test_optimizers_of_other_libraries(pair: ar.Strategy) -> None:
 
     with pytest.raises(ContextError, match="the rule of another library updates all variables"):
         await pair.run_steps(step, iter([element()]), 1, compile="jax")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Numbers of a rule, in a dataclass."""
+
+    rate: float
+
+
+class Uneven(Optimizer):
+    """A rule whose `prepare` gives something else from its third update on."""
+
+    def __init__(self, before: Callable[[float], Any], after: Callable[[float], Any]) -> None:
+        self._before, self._after = before, after
+        super().__init__(0.05, ())
+
+    def new_slot(self, name: str, variable: ar.Variable) -> Any:
+        raise AssertionError("it has no slots")
+
+    def prepare(self, learning_rate: float, iteration: int) -> Any:
+        return (self._before if iteration < 2 else self._after)(learning_rate)
+
+    def update(self, prepared: Any, value: Any, gradient: Any, slots: Any) -> Any:
+        return value - gradient, {}
+
+    def finish(self, prepared: Any) -> dict[Any, Any]:
+        return {}
+
+
+@pytest.mark.parametrize("kinds", [(float, Rate), (Rate, float), (Rate, lambda rate: (rate, rate))])
+async def test_numbers_of_another_structure_are_refused(kinds: Any) -> None:
+    async with mirrored(2) as strategy:
+        with strategy.scope():
+            w = ar.Variable(np.ones(4, np.float32))
+            optimizer = Uneven(*kinds)
+
+        def step(ctx: ar.MultiStepContext, x: Any) -> None:
+            optimizer.blocking.minimize(lambda: jnp.sum(w.value * x), [w], backend="jax")
+
+        with pytest.raises(ContextError, match="another structure at iteration 2"):
+            await strategy.run_steps(step, iter([element()] * 4), 4, compile="jax")
+
+        await strategy.run_steps(step, iter([element()] * 2), 2, compile="jax")
+        assert w.version == 2  # alike until there

@@ -268,12 +268,12 @@ def columns_for(
             columns.append(rows)
         else:
             taken = list(map(taken_apart, rows))
-            if any(each.kinds != like.kinds for each in taken):
-                raise ContextError(
-                    f"prepare of {optimizer!r} gives another structure at one of the iterations "
-                    f"{iteration} to {iteration + count - 1} than at the first, which cannot be "
-                    "compiled."
-                )
+            for number, each in zip(numbers, taken, strict=True):
+                if each.kinds != like.kinds:
+                    raise ContextError(
+                        f"prepare of {optimizer!r} gives another structure at iteration {number} "
+                        "than at the first, which cannot be compiled."
+                    )
             columns += zip(*(each.numbers for each in taken), strict=True)
     found = [np.array(column) for column in columns]
     return [each.astype(jax.dtypes.canonicalize_dtype(each.dtype)) for each in found]
