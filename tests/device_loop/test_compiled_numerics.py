@@ -76,6 +76,22 @@ class Whole(Optimizer):
         return {}
 
 
+class Logged(Whole):
+    """A rule of a user that writes down what it and its schedule are asked."""
+
+    def __init__(self, b: ar.Variable) -> None:
+        self.asked: list[tuple[str, int, float]] = []
+        Optimizer.__init__(self, self.rate, ("last",), learning_rate_multipliers={b: 2.0})
+
+    def rate(self, iteration: int) -> float:
+        self.asked.append(("rate", iteration, 0.0))
+        return warming(iteration)
+
+    def prepare(self, learning_rate: float, iteration: int) -> float:
+        self.asked.append(("prepare", iteration, learning_rate))
+        return learning_rate
+
+
 OPTIMIZERS: dict[str, Callable[[Any, Any], Optimizer]] = {
     "sgd": lambda w, b: SGD(0.05),
     "momentum": lambda w, b: SGD(0.05, momentum=0.9),
@@ -102,6 +118,7 @@ OPTIMIZERS: dict[str, Callable[[Any, Any], Optimizer]] = {
     "multipliers": lambda w, b: Adam(0.05, learning_rate_multipliers={b: 0.1}),
     "a rule of blocks": lambda w, b: Signs(),
     "a rule of arrays": lambda w, b: Whole(),
+    "a rule that is asked": lambda w, b: Logged(b),
 }
 
 
@@ -252,3 +269,19 @@ async def test_runs_have_the_same_bits() -> None:
 
     for here, there in zip(*found, strict=True):
         np.testing.assert_array_equal(here, there)
+
+
+async def test_numbers_are_asked_for_step_by_step() -> None:
+    """As eagerly, with all multipliers of a step before the next one."""
+    name, asked = "a rule that is asked", []
+    async with mirrored(2) as strategy:
+        for options in ({}, {"compile": "jax"}):
+            training = Training(strategy, [name], None, "float32")
+            await training.run(gradients("float32", 4, 2), **options)
+            rule = training.parts[name][2]
+            assert isinstance(rule, Logged)
+            asked.append([each for each in rule.asked if each[1] > 0])  # the first: to record, too
+
+    rate, base = asked[0][-3:-1]
+    assert [each[:2] for each in asked[0][-3:]] == [("rate", 3), ("prepare", 3), ("prepare", 3)]
+    assert asked[1] == [*asked[0], rate, base]  # for `finish`, once

@@ -255,7 +255,15 @@ class Uneven(Optimizer):
         return {}
 
 
-@pytest.mark.parametrize("kinds", [(float, Rate), (Rate, float), (Rate, lambda rate: (rate, rate))])
+def pair_of(rate: float) -> Any:
+    return rate, rate
+
+
+def unset(rate: float) -> Any:
+    return Rate(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kinds", [(float, Rate), (Rate, float), (Rate, pair_of), (Rate, unset)])
 async def test_numbers_of_another_structure_are_refused(kinds: Any) -> None:
     async with mirrored(2) as strategy:
         with strategy.scope():

@@ -254,19 +254,20 @@ def columns_for(
     """
     rate = optimizer.settings.learning_rate
     numbers = range(iteration, iteration + count)
-    rates = (
-        [rate] * count if isinstance(rate, float) else [learning_rate_at(rate, n) for n in numbers]
-    )
     columns: list[Sequence[float]] = []
     first = prepared_for(optimizer, multipliers, 0)  # as when the step was recorded
-    for multiplier, like in zip(multipliers, first, strict=True):
-        rows = [optimizer.prepare(at * multiplier, n) for at, n in zip(rates, numbers, strict=True)]
+    prepared = [  # step by step, as steps that are not compiled do
+        optimizer.prepare(at * each, number)
+        for number in numbers
+        for at in (rate if isinstance(rate, float) else learning_rate_at(rate, number),)
+        for each in multipliers
+    ]
+    for i, like in enumerate(first):
+        rows = prepared[i :: len(first)]
         is_alike = len(set(map(type, rows))) == 1 and taken_apart(rows[0]).kinds == like.kinds
-        if is_alike and like.names is not None:  # floats in a dataclass
-            columns += [list(map(attrgetter(name), rows)) for name in like.names]
-        elif is_alike and type(rows[0]) is float:
-            columns.append(rows)
-        else:
+        names = like.names if is_alike else None
+        found = [list(map(attrgetter(name), rows)) for name in names] if names else [rows]
+        if not is_alike or any(set(map(type, each)) != {float} for each in found):
             taken = list(map(taken_apart, rows))
             for number, each in zip(numbers, taken, strict=True):
                 if each.kinds != like.kinds:
@@ -274,9 +275,10 @@ def columns_for(
                         f"prepare of {optimizer!r} gives another structure at iteration {number} "
                         "than at the first, which cannot be compiled."
                     )
-            columns += zip(*(each.numbers for each in taken), strict=True)
-    found = [np.array(column) for column in columns]
-    return [each.astype(jax.dtypes.canonicalize_dtype(each.dtype)) for each in found]
+            found = [list(column) for column in zip(*(each.numbers for each in taken), strict=True)]
+        columns += found
+    arrays = [np.array(column) for column in columns]
+    return [each.astype(jax.dtypes.canonicalize_dtype(each.dtype)) for each in arrays]
 
 
 def finished_after(optimizer: Optimizer, iteration: int) -> Mapping[Variable, Any]:
