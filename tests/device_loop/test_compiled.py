@@ -566,6 +566,24 @@ async def test_the_faster_way_is_kept(pair: ar.Strategy) -> None:
     assert trial.prefers_scan()
 
 
+@pytest.mark.parametrize("how", ["scan", "step"])
+async def test_reading_ahead_counts_in_the_time_of_both_ways(pair: ar.Strategy, how: str) -> None:
+    clock, took = [0.0], []
+
+    def ahead(*_: object) -> None:
+        clock[0] += 1.0
+
+    with (
+        mock.patch.object(_loop, "perf_counter", side_effect=lambda: clock[0]),
+        mock.patch.object(_loop.CompiledLoop, "_ahead", side_effect=ahead),
+        mock.patch.object(Trial, "prefers_scan", return_value=how == "scan"),
+        mock.patch.object(Trial, "add", side_effect=lambda *args: took.append(args)),
+    ):
+        await pair.run_steps(model(pair, adam)[2], iter(elements(pair, 2)), 2, compile="jax")
+
+    assert took == [(how, 1.0)]
+
+
 async def test_a_step_is_recorded_no_more_once_it_is_compiled(pair: ar.Strategy) -> None:
     calls = []
 

@@ -282,9 +282,10 @@ class CompiledLoop:
             return of_first(codes), [of_each(each)[0] for each in records], begun_ahead
         begin = perf_counter()
         self._carry, codes, records = self._stepped(replica, program, chunk, self._carry, args)
+        begun_ahead = self._ahead(replica, chunk)  # a scan does it meanwhile
         if chunk.num_steps == chunk.size:
             trial.add("step", perf_counter() - begin)
-        return codes, records, self._ahead(replica, chunk)
+        return codes, records, begun_ahead
 
     def _stepped(
         self,
