@@ -378,7 +378,8 @@ def _difference(calls: list[Call]) -> str | None:
 
 
 def _signature(call: Call) -> str:
-    options = f", {call.op.name}" if call.op is not None else ""
+    # Rows that tell of a failure come with any operator; those that agree say theirs themselves.
+    options = f", {call.op.name}" if call.op is not None and call.kind != AGREE else ""
     if call.kind == BROADCAST:
         options = f", root={call.root}"
     if call.sizes:

@@ -201,7 +201,8 @@ class Epoch:
         if not self._was_left and (items or error is not None):
             self.is_over = False
             self._put_back.extendleft(reversed(items))
-            self._error = error
+            if error is not None:
+                self._error = error  # else one of before still comes behind them
 
     async def aclose(self, reason: str = "") -> None:
         """End the epoch and wait until its source is closed; idempotent.

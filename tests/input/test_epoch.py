@@ -40,6 +40,25 @@ async def test_items_that_are_put_back_come_first_and_in_their_order() -> None:
 
 
 @pytest.mark.asyncio
+async def test_an_error_that_was_put_back_still_comes_behind_batches_that_are_put_back_later() -> (
+    None
+):
+    epoch = epoch_of(2)
+    read = [await epoch.next() for _ in range(2)]
+    assert None not in read
+    assert await epoch.next() is None
+    epoch.put_back(read, OSError("the disk is gone"))
+    again = await epoch.next()
+    assert again is not None
+    epoch.put_back([again], None)
+
+    assert [await epoch.next() for _ in range(2)] == read
+    with pytest.raises(OSError, match="the disk is gone"):
+        await epoch.next()
+    assert await epoch.next() is None  # it comes once
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("agreed", [1, 2, 3, 9])
 async def test_workers_are_asked_again_when_as_many_as_agreed_were_given(agreed: int) -> None:
     """All have `agreed` batches, and the others end with them."""

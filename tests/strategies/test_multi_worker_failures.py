@@ -36,8 +36,8 @@ def rank_of(strategy: Strategy) -> int:
     return strategy._runtime.workers.rank
 
 
-async def meet(value: Any = 1.0) -> Any:
-    return await me().all_reduce("sum", value)
+async def meet(value: Any = 1.0, op: str = "sum") -> Any:
+    return await me().all_reduce(op, value)
 
 
 async def test_an_exception_on_one_worker_ends_the_run_on_all_naming_rank_and_cause() -> None:
@@ -56,6 +56,32 @@ async def test_an_exception_on_one_worker_ends_the_run_on_all_naming_rank_and_ca
         assert result.ranks == (1,)
         assert "Worker 1 failed in run 0" in str(result)
         assert "ValueError: bad pixel" in str(result)
+
+
+@pytest.mark.parametrize("size", [1, 200])
+async def test_a_worker_that_fails_beside_a_mean_is_told_of_and_all_go_on(size: int) -> None:
+    """What tells of its failure comes with no mean."""
+
+    async def step(is_good: bool) -> Any:
+        await meet()
+        if me().replica_id_in_sync_group == 1 and not is_good:
+            raise ValueError("bad batch")
+        return await me().all_reduce("mean", np.ones(size))
+
+    async def program(strategy: Strategy) -> list[Any]:
+        try:
+            await strategy.run(step, (False,))
+        except (ValueError, WorkerLostError) as error:
+            mean = strategy.local_results(await strategy.run(step, (True,)))[0]
+            return [type(error), str(error), mean.tolist()]
+        raise AssertionError
+
+    first, second = await on_workers(2, 1, program)
+    assert first[0] is WorkerLostError
+    assert "Worker 1 failed" in first[1]
+    assert "ValueError: bad batch" in first[1]
+    assert second[:2] == [ValueError, "bad batch"]
+    assert first[2] == second[2] == [1.0] * size
 
 
 async def test_a_mismatch_between_the_replicas_of_one_worker_has_their_global_ids() -> None:
@@ -178,11 +204,12 @@ async def test_a_worker_that_ends_its_step_early_is_found_by_its_next_frame() ->
         assert "of run 0" in result.reason
 
 
-async def test_a_worker_that_closes_early_is_named() -> None:
+@pytest.mark.parametrize("op", ["sum", "mean"])
+async def test_a_worker_that_closes_early_is_named(op: str) -> None:
     async def program(strategy: Strategy) -> None:
         await strategy.run(meet)
         if not rank_of(strategy):
-            await strategy.run(meet)
+            await strategy.run(meet, (1.0, op))
 
     results = await outcomes(strategies(2, 1), [program] * 2)
 

@@ -23,9 +23,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, final
 
+import numpy as np
+
 from ...cluster import StateHandle
 from ...devices import OwnedTask
 from ...errors import ContextError, WorkerLostError
+from ...tree import map_leaves
+from ...values import IndexedSlices
 from ._messages import Array, Item, Key, NewShard, Pull, ServerStatistics, SlotSpec, Stamp
 from ._server import ParameterServer, Pulled
 from ._splits import Element
@@ -99,6 +103,8 @@ class CopiedServer:
         return statistics
 
     def _change(self, method: str, *args: Any) -> Any:
+        # A closure beside it may write its arrays as soon as they are pushed.
+        kept = args if self._link is None else map_leaves(_owned, args)
         has_raised = True
         try:
             result = getattr(self._state, method)(*args)
@@ -106,7 +112,7 @@ class CopiedServer:
             return result
         finally:
             if self._link is not None:
-                self._link.add(_Done(method, args, has_raised))
+                self._link.add(_Done(method, kept, has_raised))
 
     # ---- its copy ------------------------------------------------------------------------
 
@@ -186,6 +192,12 @@ class CopiedServer:
     def __repr__(self) -> str:
         what = "copy" if self._is_copy else "server"
         return f"<CopiedServer {self._server} | {what}, {self._state!r}>"
+
+
+def _owned(leaf: object) -> object:
+    if isinstance(leaf, IndexedSlices):
+        return IndexedSlices(leaf.values.copy(), leaf.indices.copy(), leaf.dense_shape)
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
 @final

@@ -276,6 +276,35 @@ def test_a_write_of_the_program_that_comes_again_counts_once() -> None:
     assert server.pull([Pull(W)])[0][0] == 3
 
 
+@pytest.mark.parametrize("kind", ["write", "gradient", "weighted", "slices"])
+def test_a_closure_may_write_its_arrays_again_once_they_are_pushed(kind: str) -> None:
+    server, copy = new_server(), new_copy()
+    way = Way(copy)
+    way.is_open.clear()
+    server.copy_to(way)
+    learn(server, 0.1, 0)
+    array, rows = np.full((4, 2), 2.0), np.arange(4)
+    slices = ar.IndexedSlices(array, rows, (4, 2))
+    pushed = {"write": array, "gradient": array, "weighted": ar.Weighted(array, 4)}
+    value = pushed.get(kind, slices)
+    server.push(
+        Stamp(0, 0, 0, "run"),
+        [
+            Write(W, 0, "assign_add", value)
+            if kind == "write"
+            else Gradient(W, 0, ITERATIONS[0], value, 0, None)
+        ],
+    )
+    array[...] = 1e9
+    rows[...] = 0
+    way.is_open.set()
+    wait_for(server)
+
+    assert image_of(copy) == image_of(server)
+    assert server.pull([Pull(W)])[0][1] is not None
+    assert np.max(np.abs(server.pull([Pull(W)])[0][1])) < 10.0  # type: ignore[arg-type]
+
+
 def test_the_thread_of_a_link_ends_with_its_server() -> None:
     server = new_server()
     before = set(threading.enumerate())
