@@ -59,7 +59,7 @@ class Migration:
 
     Example:
         >>> Migration(lambda row: {**row, "weight": 1.0}, renamed={"w": "model/w"})
-        Migration(examples=..., renamed={'w': 'model/w'}, added=(), removed=())
+        Migration(renamed={'w': 'model/w'}, added=(), removed=())
     """
 
     examples: Callable[[Any], Any] | None = field(default=None, repr=False)

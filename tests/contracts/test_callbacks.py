@@ -24,7 +24,7 @@ import aioreplica as ar
 import aioreplica.testing as art
 from aioreplica.checkpoint import CheckpointManager
 from aioreplica.integrations.asgi import OnlineService
-from aioreplica.online import FolderSource, OnlineLearner
+from aioreplica.online import FolderSource, Migration, OnlineLearner
 from aioreplica.telemetry import Observer, events_to
 from tests.conftest import mirrored
 from tests.parameter_server.coordinating import coordinating
@@ -321,6 +321,8 @@ def test_observers_and_services_are_given_functions_that_run(kind: str) -> None:
             Observer(**{each.name: fn})
     with pytest.raises(TypeError, match="contains `yield`"):
         events_to(fn)
+    with pytest.raises(TypeError, match="contains `yield`"):
+        Migration(fn)
     for options in (
         {"predict": fn},
         {"predict": len, "report": fn},
@@ -349,6 +351,8 @@ def test_callbacks_that_are_not_awaited_refuse_coroutine_functions(kind: str) ->
         OnlineService(cast("Any", None), len, input_like={"x": 0.0}, validate=fn)
     with pytest.raises(TypeError, match="parse must be a plain function"):
         FolderSource("folder", parse=fn)
+    with pytest.raises(TypeError, match="examples must be a plain function"):
+        Migration(fn)
 
 
 # ---- the table is complete -------------------------------------------------------------------
@@ -379,7 +383,7 @@ WITHOUT_A_ROW = {
         *(f"Observer.__init__({each.name})" for each in fields(Observer)),
         "OnlineService.__init__(predict)", "OnlineService.__init__(report)",
         "OnlineService.__init__(validate)", "FolderSource.__init__(parse)", "events_to(emit)",
-        "pipeline(stages)",
+        "Migration.__init__(examples)", "pipeline(stages)",
         *(f"Prequential.__init__({name})" for name in ("predict", "split", "detector", "on_drift")),
         "LocalSGD.minimize(loss)",
     ),
