@@ -33,10 +33,17 @@ def named(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def nodes() -> Iterator[tuple[Path, ast.AST]]:
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            yield path, node
+Trees = dict[Path, ast.Module]
+
+
+@pytest.fixture(scope="module")
+def trees() -> Trees:
+    """Every source, parsed once; not kept behind these tests, for collectors to walk."""
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
+
+
+def nodes(trees: Trees) -> Iterator[tuple[Path, ast.AST]]:
+    return ((path, node) for path, tree in trees.items() for node in ast.walk(tree))
 
 
 def packages() -> list[str]:
@@ -69,10 +76,12 @@ def test_no_file_is_too_long() -> None:
     [(FUNCTIONS, MAX_FUNCTION_LINES), ((ast.ClassDef,), MAX_CLASS_LINES)],
     ids=["functions", "classes"],
 )
-def test_no_definition_is_too_long(kind: tuple[type[ast.stmt], ...], limit: int) -> None:
+def test_no_definition_is_too_long(
+    trees: Trees, kind: tuple[type[ast.stmt], ...], limit: int
+) -> None:
     too_long = [
         f"{named(path)}:{node.lineno} {node.name} has {node.end_lineno - node.lineno + 1} lines"
-        for path, node in nodes()
+        for path, node in nodes(trees)
         if isinstance(node, kind)
         and node.end_lineno - node.lineno + 1 > FACADES.get(node.name, limit)
     ]
@@ -86,29 +95,27 @@ def test_file_names_say_what_the_file_is_about() -> None:
     assert [named(p) for p in SOURCES if p.name.lstrip("_") in vague] == []
 
 
-def test_every_module_starts_with_one_sentence() -> None:
-    def opening(path: Path) -> str:
-        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        return text.split("\n\n")[0].strip()
+def test_every_module_starts_with_one_sentence(trees: Trees) -> None:
+    def opening(tree: ast.Module) -> str:
+        return (ast.get_docstring(tree) or "").split("\n\n")[0].strip()
 
-    assert [named(p) for p in SOURCES if not opening(p).endswith(".")] == []
+    assert [named(p) for p, tree in trees.items() if not opening(tree).endswith(".")] == []
 
 
-def test_no_summary_begins_with_a_question_word() -> None:
+def test_no_summary_begins_with_a_question_word(trees: Trees) -> None:
     """A function's begins with a verb, that of a class, a module or a property with a noun."""
     words = {"What", "Who", "Whom", "Whose", "How", "Where", "Whether", "When", "Why", "Which"}
     documented = (ast.Module, ast.ClassDef, *FUNCTIONS)
     summaries = [
         (f"{named(path)}:{getattr(node, 'lineno', 1)}", ast.get_docstring(node) or "")
-        for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for path, node in nodes(trees)
         if isinstance(node, documented)
     ]
 
     assert [place for place, text in summaries if text.partition(" ")[0] in words] == []
 
 
-def test_asyncio_barrier_is_not_used() -> None:
+def test_asyncio_barrier_is_not_used(trees: Trees) -> None:
     def is_barrier(node: ast.AST) -> bool:
         if isinstance(node, ast.ImportFrom):
             return node.module in {"asyncio", "asyncio.locks"} and any(
@@ -116,10 +123,10 @@ def test_asyncio_barrier_is_not_used() -> None:
             )
         return isinstance(node, ast.Attribute) and ast.unparse(node) == "asyncio.Barrier"
 
-    assert [named(path) for path, node in nodes() if is_barrier(node)] == []
+    assert [named(path) for path, node in nodes(trees) if is_barrier(node)] == []
 
 
-def test_package_inits_are_tables_of_contents() -> None:
+def test_package_inits_are_tables_of_contents(trees: Trees) -> None:
     def belongs(statement: ast.stmt) -> bool:
         match statement:
             case ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant()):
@@ -134,9 +141,9 @@ def test_package_inits_are_tables_of_contents() -> None:
 
     logic = [
         f"{named(path)}:{statement.lineno}"
-        for path in SOURCES
+        for path, tree in trees.items()
         if path.name == "__init__.py"
-        for statement in ast.parse(path.read_text(encoding="utf-8")).body
+        for statement in tree.body
         if not belongs(statement)
     ]
 

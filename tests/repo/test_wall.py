@@ -31,6 +31,7 @@ CALLED = {  # special methods whose signatures users see
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.Assign | ast.AnnAssign
 
 
+@pytest.fixture(scope="module")
 def exported() -> dict[str, set[str]]:
     """The packages that export each name."""
     found: dict[str, set[str]] = {}
@@ -41,6 +42,7 @@ def exported() -> dict[str, set[str]]:
     return found
 
 
+@pytest.fixture(scope="module")
 def words_on_pages() -> set[str]:
     """Every word of code on pages for users and in examples."""
     pages = [ROOT / "README.md", *(p for p in ROOT.glob("docs/*.md") if p.name not in NO_PAGES)]
@@ -55,6 +57,7 @@ def words_on_pages() -> set[str]:
     return found
 
 
+@pytest.fixture(scope="module")
 def definitions() -> dict[str, list[Definition]]:
     """Classes, functions and assignments of all modules, by name."""
     found: dict[str, list[Definition]] = {}
@@ -105,20 +108,23 @@ def is_called(node: ast.stmt) -> bool:
 
 
 @pytest.mark.slow
-def test_every_exported_name_is_for_users() -> None:
-    everything, defined = exported(), definitions()
+def test_every_exported_name_is_for_users(
+    exported: dict[str, set[str]],
+    definitions: dict[str, list[Definition]],
+    words_on_pages: set[str],
+) -> None:
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    types = {name for name, nodes in defined.items() if not isinstance(nodes[0], functions)}
-    documented = words_on_pages() | IMPLEMENTED
-    todo = {name for name in everything if name in documented or hasattr(ar, name)}
+    types = {name for name, nodes in definitions.items() if not isinstance(nodes[0], functions)}
+    documented = words_on_pages | IMPLEMENTED
+    todo = {name for name in exported if name in documented or hasattr(ar, name)}
     public: set[str] = set()
     while todo:
         name = todo.pop()
         public.add(name)
-        seen = {word for node in defined.get(name, ()) for word in signature(node)}
+        seen = {word for node in definitions.get(name, ()) for word in signature(node)}
         todo |= {word for word in seen & types if word not in public}
 
-    unused = {name: sorted(homes) for name, homes in everything.items() if name not in public}
+    unused = {name: sorted(homes) for name, homes in exported.items() if name not in public}
     assert unused == {}
 
 
@@ -132,10 +138,10 @@ def test_facades_have_few_public_members(name: str, at_most: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_name_has_one_public_path() -> None:
+def test_a_name_has_one_public_path(exported: dict[str, set[str]]) -> None:
     several = {
         name: sorted(homes)
-        for name, homes in exported().items()
+        for name, homes in exported.items()
         if len({id(getattr(importlib.import_module(home), name)) for home in homes}) < len(homes)
     }
 
@@ -143,10 +149,10 @@ def test_a_name_has_one_public_path() -> None:
 
 
 @pytest.mark.slow
-def test_the_wall_is_low_enough_to_look_over() -> None:
+def test_the_wall_is_low_enough_to_look_over(exported: dict[str, set[str]]) -> None:
     of_packages = [
         (name, home)
-        for name, homes in exported().items()
+        for name, homes in exported.items()
         for home in homes
         if not home.startswith("aioreplica.integrations.")  # modules, imported one at a time
     ]
@@ -155,12 +161,15 @@ def test_the_wall_is_low_enough_to_look_over() -> None:
 
 
 @pytest.mark.slow
-def test_every_exported_function_is_on_a_page() -> None:
-    defined = definitions()
+def test_every_exported_function_is_on_a_page(
+    exported: dict[str, set[str]],
+    definitions: dict[str, list[Definition]],
+    words_on_pages: set[str],
+) -> None:
     functions = {
         name
-        for name, nodes in defined.items()
+        for name, nodes in definitions.items()
         if isinstance(nodes[0], (ast.FunctionDef, ast.AsyncFunctionDef))
     }
 
-    assert exported().keys() & functions - words_on_pages() == set()
+    assert exported.keys() & functions - words_on_pages == set()
