@@ -4,7 +4,6 @@ import asyncio
 import shutil
 import sqlite3
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from aioreplica.online._journal_format import Rollback
 from tests.checkpoint.simulated_files import SimulatedFiles, SimulatedStorage
 
 from .program import RAISES, Counting, example
-from .test_simulated_disk import Disk, Recorder, crashes
+from .test_simulated_disk import CRASHES, Disk, Recorder, crashes
 
 
 async def learn(program: Counting, *numbers: int, checkpoint: bool = True) -> None:
@@ -405,7 +404,6 @@ def test_clients_checkpoints_and_rollbacks_in_any_order(folder: Path) -> None:
 
 
 NUM_EXAMPLES = 7
-CRASHES = 250
 
 
 def on_disk(files: SimulatedFiles, folder: Path) -> Counting:
@@ -438,15 +436,13 @@ async def live_with_rollbacks(files: SimulatedFiles, folder: Path) -> Recorder:
 @pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.filterwarnings("ignore:Restored step")
-async def test_rollbacks_survive_any_loss_of_unsynced_data(folder: Path) -> None:
+@pytest.mark.parametrize("num_crashes", CRASHES)
+async def test_rollbacks_survive_any_loss_of_unsynced_data(num_crashes: int, folder: Path) -> None:
     files = SimulatedFiles()
     recorder = await live_with_rollbacks(files, folder)
     assert {102, 105} < recorder.points[-1][1]
-    found = sum(1 for _ in crashes(files, recorder, Random(0)))
-    chosen = {*Random(1).sample(range(found), min(CRASHES, found))}
-    for number, (disk, acknowledged) in enumerate(crashes(files, recorder, Random(0))):
-        if number in chosen:
-            await check(disk, folder, acknowledged)
+    for disk, acknowledged in crashes(files, recorder, num_crashes, seed=1):
+        await check(disk, folder, acknowledged)
 
 
 async def check(disk: SimulatedFiles, folder: Path, acknowledged: set[int]) -> None:

@@ -22,12 +22,12 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.online import Journal
-from tests.checkpoint.simulated_files import ROOT, SimulatedFiles, SimulatedStorage, subsets
+from tests.checkpoint.simulated_files import ROOT, Change, SimulatedFiles, SimulatedStorage, subsets
 
 from .program import Counting, example
 
 NUM_EXAMPLES = 8
-CRASHES = 250
+CRASHES = [60, pytest.param(250, marks=pytest.mark.xslow)]
 
 _numbers = itertools.count()
 
@@ -157,15 +157,28 @@ async def learn(files: SimulatedFiles, folder: Path, connect: Any = None) -> Rec
     return recorder
 
 
-def crashes(
-    files: SimulatedFiles, recorder: Recorder, rng: Random
-) -> Iterator[tuple[SimulatedFiles, set[int]]]:
+def failures(
+    files: SimulatedFiles, recorder: Recorder
+) -> Iterator[tuple[int, frozenset[Change], set[int]]]:
+    """Yield behind how many changes the power fails, what is kept, and what was acknowledged."""
+    rng = Random(0)
     for synced, acknowledged in recorder.points:
         for change, flag in zip(files.changes, synced, strict=False):
             change.is_synced = flag
         loose = [c for c in files.changes[: len(synced)] if not c.is_synced]
         for kept in subsets(loose, rng):
-            yield files.crash_after(len(synced), kept), acknowledged
+            yield len(synced), kept, acknowledged
+
+
+def crashes(
+    files: SimulatedFiles, recorder: Recorder, num_crashes: int, *, seed: int
+) -> Iterator[tuple[SimulatedFiles, set[int]]]:
+    """Yield disks after a choice of all failures there are; only these are made."""
+    found = sum(1 for _ in failures(files, recorder))
+    chosen = {*Random(seed).sample(range(found), min(num_crashes, found))}
+    for number, (num_changes, kept, acknowledged) in enumerate(failures(files, recorder)):
+        if number in chosen:
+            yield files.crash_after(num_changes, kept), acknowledged
 
 
 async def check(disk: SimulatedFiles, folder: Path, acknowledged: set[int]) -> None:
@@ -180,15 +193,15 @@ async def check(disk: SimulatedFiles, folder: Path, acknowledged: set[int]) -> N
 @pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.filterwarnings("ignore:Restored step")
-async def test_acknowledged_examples_survive_any_loss_of_unsynced_data(folder: Path) -> None:
-    files, rng = SimulatedFiles(), Random(0)
+@pytest.mark.parametrize("num_crashes", CRASHES)
+async def test_acknowledged_examples_survive_any_loss_of_unsynced_data(
+    num_crashes: int, folder: Path
+) -> None:
+    files = SimulatedFiles()
     recorder = await learn(files, folder)
     assert recorder.points[-1][1] == set(range(NUM_EXAMPLES))
-    found = [*range(sum(1 for _ in crashes(files, recorder, Random(0))))]
-    chosen = set(rng.sample(found, min(CRASHES, len(found))))
-    for number, (disk, acknowledged) in enumerate(crashes(files, recorder, Random(0))):
-        if number in chosen:
-            await check(disk, folder, acknowledged)
+    for disk, acknowledged in crashes(files, recorder, num_crashes, seed=0):
+        await check(disk, folder, acknowledged)
 
 
 @pytest.mark.slow
@@ -208,11 +221,10 @@ async def test_the_check_finds_acknowledgements_that_come_too_early(folder: Path
             return self._inner.execute(statement.replace("= FULL", "= NORMAL"), *values)
 
     recorder = await learn(files, folder, Careless)
-    lost = 0
-    for number, (crashed, acknowledged) in enumerate(crashes(files, recorder, Random(1))):
-        if number % 9 == 0 and not lost:
-            try:
-                await check(crashed, folder, acknowledged)
-            except (AssertionError, ar.errors.JournalError):
-                lost += 1
-    assert lost
+
+    async def check_all() -> None:
+        for crashed, acknowledged in crashes(files, recorder, 60, seed=0):
+            await check(crashed, folder, acknowledged)
+
+    with pytest.raises((AssertionError, ar.errors.JournalError)):
+        await check_all()

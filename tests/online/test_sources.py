@@ -7,7 +7,6 @@ import shutil
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -264,7 +263,7 @@ def test_sources_clients_and_a_restart_in_any_order(folder: Path) -> None:
 
 
 NUM_EXAMPLES = 8
-CRASHES = 60
+CRASHES = [20, pytest.param(60, marks=pytest.mark.xslow)]
 
 
 def on_disk(files: SimulatedFiles, folder: Path) -> Counting:
@@ -279,18 +278,16 @@ def on_disk(files: SimulatedFiles, folder: Path) -> Counting:
 @pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.filterwarnings("ignore:Restored step")
-async def test_offsets_survive_any_loss_of_unsynced_data(folder: Path) -> None:
+@pytest.mark.parametrize("num_crashes", CRASHES)
+async def test_offsets_survive_any_loss_of_unsynced_data(num_crashes: int, folder: Path) -> None:
     files = SimulatedFiles()
     recorder = Recorder(files, set())
     async with on_disk(files, folder) as program:
         for number in (3, NUM_EXAMPLES):
             await until_learned(program.learner, number)
             await program.learner.checkpoint()
-    found = sum(1 for _ in crashes(files, recorder, Random(0)))
-    chosen = {*Random(1).sample(range(found), min(CRASHES, found))}
-    for number, (disk, _) in enumerate(crashes(files, recorder, Random(0))):
-        if number in chosen:
-            async with on_disk(disk, folder) as program:
-                await until_learned(program.learner, NUM_EXAMPLES)
-                assert program.learned() == [1] * NUM_EXAMPLES
-                assert program.learner.statistics().last_number == NUM_EXAMPLES
+    for disk, _ in crashes(files, recorder, num_crashes, seed=1):
+        async with on_disk(disk, folder) as program:
+            await until_learned(program.learner, NUM_EXAMPLES)
+            assert program.learned() == [1] * NUM_EXAMPLES
+            assert program.learner.statistics().last_number == NUM_EXAMPLES
