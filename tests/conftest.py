@@ -3,8 +3,10 @@
 import asyncio
 import gc
 import os
-from collections.abc import AsyncIterator, Generator
+import tempfile
+from collections.abc import AsyncIterator, Generator, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from unittest import mock
 
 import hypothesis
@@ -65,6 +67,16 @@ def pytest_runtest_makereport(
         report.outcome = "failed"
         report.longrepr = f"An xslow test was skipped: {report.longrepr}"
     return report
+
+
+MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder in memory where the system has one: for what saves often, and not about the disk."""
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as made:
+        yield Path(made)
 
 
 STRATEGIES = {

@@ -126,15 +126,15 @@ async def test_tensorboard_writers_and_servers_of_metrics(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-async def test_checkpoint_managers_opened_saved_and_restored(tmp_path: Path) -> None:
+async def test_checkpoint_managers_opened_saved_and_restored(folder: Path) -> None:
     v = ar.Variable(np.zeros(4))
 
     async def save(number: int) -> None:
-        async with ar.CheckpointManager(tmp_path / "steps", max_to_keep=2) as manager:
+        async with ar.CheckpointManager(folder / "steps", max_to_keep=2) as manager:
             await manager.save(number, {"v": v})
             await manager.restore({"v": v})
 
-    await assert_nothing_grows(save, tmp_path)
+    await assert_nothing_grows(save, folder)
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ async def seen_in_parts(opened: Opened, parts: list[Part], *, reopens: bool) -> 
 )
 @pytest.mark.parametrize("max_to_keep", [1, 2, 3])
 async def test_managers_keep_the_order_of_saves(
-    steps: tuple[int, ...], max_to_keep: int, tmp_path: Path
+    steps: tuple[int, ...], max_to_keep: int, folder: Path
 ) -> None:
     """The newest is the one saved last, also where the steps go back and some were removed."""
 
@@ -71,23 +71,23 @@ async def test_managers_keep_the_order_of_saves(
         kept = [*(each for each in kept if each != step), step][-max_to_keep:]
         expected.append((step, tuple(sorted(kept)), step, float(number)))
     for reopens in (False, True):
-        folder = tmp_path / str(reopens)
+        home = folder / str(reopens)
 
-        def opened(folder: Path = folder) -> ar.CheckpointManager:
-            return ar.CheckpointManager(folder, max_to_keep=max_to_keep)
+        def opened(home: Path = home) -> ar.CheckpointManager:
+            return ar.CheckpointManager(home, max_to_keep=max_to_keep)
 
         assert await seen_in_parts(opened, parts, reopens=reopens) == expected
 
 
 @pytest.mark.asyncio
 async def test_a_second_manager_of_a_folder_is_refused_until_the_first_is_closed(
-    tmp_path: Path,
+    folder: Path,
 ) -> None:
     state = {"x": ar.Variable(1.0)}
     for step in range(2):
-        async with ar.CheckpointManager(tmp_path) as first:
+        async with ar.CheckpointManager(folder) as first:
             await first.save(2 * step, state)
-            async with ar.CheckpointManager(tmp_path) as second:
+            async with ar.CheckpointManager(folder) as second:
                 with pytest.raises(CheckpointError, match="in use"):
                     await second.save(2 * step + 1, state)
                 assert await second.restore(state) == 2 * step
@@ -99,21 +99,19 @@ async def test_a_second_manager_of_a_folder_is_refused_until_the_first_is_closed
 @pytest.mark.asyncio
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("is_weighted", [False, True])
-async def test_windows_go_on_in_the_middle(
-    reduction: Any, is_weighted: bool, tmp_path: Path
-) -> None:
+async def test_windows_go_on_in_the_middle(reduction: Any, is_weighted: bool, folder: Path) -> None:
     """Unequal counts of gradients, two windows; saved and restored after each gradient."""
     counts = [(2, 1), (1, 0), (0, 2), (3, 3)]
 
     @asynccontextmanager
-    async def opened(folder: Path) -> AsyncIterator[Any]:
+    async def opened(home: Path) -> AsyncIterator[Any]:
         strategy = mirrored(2)
         with strategy.scope():
             w = ar.Variable(np.zeros(2))
             sgd = ar.optimizers.SGD(1.0, momentum=0.5, loss_reduction=reduction)
             window = ar.GradientAccumulator(sgd)
         state = {"w": w, "sgd": sgd, "window": window}
-        async with strategy, ar.CheckpointManager(folder, max_to_keep=2) as manager:
+        async with strategy, ar.CheckpointManager(home, max_to_keep=2) as manager:
             if manager.latest() is not None:
                 await manager.restore(state)
             yield strategy, w, window, sgd
@@ -136,8 +134,8 @@ async def test_windows_go_on_in_the_middle(
         return part
 
     parts = [adding(count, number % 2 == 1) for number, count in enumerate(counts)]
-    once = await seen_in_parts(lambda: opened(tmp_path / "a"), parts, reopens=False)
-    again = await seen_in_parts(lambda: opened(tmp_path / "b"), parts, reopens=True)
+    once = await seen_in_parts(lambda: opened(folder / "a"), parts, reopens=False)
+    again = await seen_in_parts(lambda: opened(folder / "b"), parts, reopens=True)
     assert again == once
     assert once[-1] != once[1]
 
@@ -272,16 +270,16 @@ def waits(seconds: float) -> Part:
     ids=["newest key", "checkpoints", "newest dead letter", "letters", "keys that grow old"],
 )  # fmt: skip
 def test_learners_go_on_where_the_journal_ends(
-    parts: list[Part], has_checkpoints: bool, tmp_path: Path
+    parts: list[Part], has_checkpoints: bool, folder: Path
 ) -> None:
     async def main() -> None:
         seen = []
         for reopens in (False, True):
-            folder = tmp_path / str(reopens)
-            folder.mkdir()
+            home = folder / str(reopens)
+            home.mkdir()
 
-            def opened(folder: Path = folder) -> Learning:
-                return Learning(folder, has_checkpoints=has_checkpoints)
+            def opened(home: Path = home) -> Learning:
+                return Learning(home, has_checkpoints=has_checkpoints)
 
             seen.append(await seen_in_parts(opened, parts, reopens=reopens))
         assert seen[0] == seen[1]

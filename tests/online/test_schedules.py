@@ -22,8 +22,8 @@ from aioreplica import testing as art
 from aioreplica.errors import CheckpointError, ContextError, PoisonedExampleError
 from aioreplica.online._journal import OpenJournal
 from aioreplica.online._journal_file import JournalFile
+from tests.conftest import MEMORY
 
-from .conftest import MEMORY
 from .program import Counting, example
 
 IN = MEMORY if MEMORY.is_dir() else None
