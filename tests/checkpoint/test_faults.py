@@ -175,8 +175,15 @@ def test_a_save_cancelled_before_its_manifest_leaves_no_files() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [2, 1], ids=["another step", "the same step"])
-@pytest.mark.parametrize("max_to_keep", [1, 3])
+@pytest.mark.parametrize(
+    ("step", "max_to_keep"),
+    [
+        pytest.param(2, 1, id="another step, the old one removed"),
+        pytest.param(1, 3, id="the same step, the old one kept"),
+        pytest.param(2, 3, id="another step, the old one kept", marks=pytest.mark.xslow),
+        pytest.param(1, 1, id="the same step, the old one removed", marks=pytest.mark.xslow),
+    ],
+)
 def test_after_a_crash_at_any_point_the_old_or_the_new_state_is_restored(
     step: int, max_to_keep: int
 ) -> None:

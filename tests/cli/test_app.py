@@ -192,13 +192,13 @@ WITHOUT_THE_EXTRA = "import sys; sys.modules['rich'] = None\n"
     ("before", "options", "arguments"),
     [
         (WITHOUT_THE_EXTRA, (), ["doctor"]),
-        (WITHOUT_THE_EXTRA, ("-u",), ["doctor"]),
+        pytest.param(WITHOUT_THE_EXTRA, ("-u",), ["doctor"], marks=pytest.mark.xslow),
         (WITHOUT_THE_EXTRA, (), ["--help"]),
-        (WITHOUT_THE_EXTRA, (), ["--version"]),
-        ("", (), ["doctor"]),
+        pytest.param(WITHOUT_THE_EXTRA, (), ["--version"], marks=pytest.mark.xslow),
+        pytest.param("", (), ["doctor"], marks=pytest.mark.xslow),
         ("", ("-u",), ["doctor"]),
-        ("", (), ["devices"]),
-        ("", (), ["--help"]),
+        pytest.param("", (), ["devices"], marks=pytest.mark.xslow),
+        pytest.param("", (), ["--help"], marks=pytest.mark.xslow),
         ("", (), ["--version"]),
     ],
 )

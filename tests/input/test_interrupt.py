@@ -54,8 +54,15 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("buffer", [0, 1])
-@pytest.mark.parametrize("source", ["plain", "asynchronous"])
+@pytest.mark.parametrize(
+    ("source", "buffer"),
+    [
+        ("plain", 1),
+        ("asynchronous", 0),
+        pytest.param("plain", 0, marks=pytest.mark.xslow),
+        pytest.param("asynchronous", 1, marks=pytest.mark.xslow),
+    ],
+)
 def test_an_interrupt_ends_the_loop_and_the_process(source: str, buffer: int) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", PROGRAM.format(source=source, buffer=buffer)],

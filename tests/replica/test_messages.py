@@ -224,7 +224,7 @@ def test_every_program_of_three_replicas_with_two_steps() -> None:
 
 
 @pytest.mark.parametrize("bend", [False, True], ids=["sound", "bent"])
-@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [300, pytest.param(3000, marks=pytest.mark.xslow)])
 def test_random_programs_in_random_orders(bend: bool, count: int) -> None:
     rng = random.Random(900 + bend)
     verdicts = {True: 0, False: 0}

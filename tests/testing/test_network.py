@@ -185,7 +185,14 @@ def test_a_correct_program_passes_every_schedule(program: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fidelity", ["asyncio", "reorder", "adversarial"])
+@pytest.mark.parametrize(
+    "fidelity",
+    [
+        pytest.param("asyncio", marks=pytest.mark.xslow),
+        pytest.param("reorder", marks=pytest.mark.xslow),
+        "adversarial",  # it may do all that the others may
+    ],
+)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_correct_program_passes_many_schedules(program: Any, fidelity: str) -> None:
     art.explore(program, fidelity=fidelity, schedules=200, seed=1).check()

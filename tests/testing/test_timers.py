@@ -220,8 +220,17 @@ async def polls_until_timers_have_fired(num_timers: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fidelity", ["asyncio", "reorder", "adversarial"])
-@pytest.mark.parametrize("num_timers", [3, 40])
+@pytest.mark.parametrize(
+    ("fidelity", "num_timers"),
+    [
+        ("asyncio", 3),
+        ("reorder", 40),
+        ("adversarial", 3),
+        pytest.param("asyncio", 40, marks=pytest.mark.xslow),
+        pytest.param("reorder", 3, marks=pytest.mark.xslow),
+        pytest.param("adversarial", 40, marks=pytest.mark.xslow),
+    ],
+)
 def test_a_polled_condition_is_met_in_every_schedule(fidelity: str, num_timers: int) -> None:
     program = partial(polls_until_timers_have_fired, num_timers)
 
