@@ -67,7 +67,12 @@ def test_a_probe_tells_who_finds_a_bug(tmp_path: Path, tool: str, is_found: bool
 
 
 @pytest.mark.parametrize("part", ["sentence", "error", "timeline"])
-def test_a_report_names_a_line_in_the_function_of_the_culprit(part: str) -> None:
+def test_a_report_names_a_line_in_the_function_of_the_culprit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str
+) -> None:
+    installed = Path(asyncio.__file__).parent  # the only package of this library
+    shutil.copytree(installed, tmp_path / "asyncio", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(_probe.sysconfig, "get_path", lambda _name: str(tmp_path))
     line = asyncio.Condition.wait.__code__.co_firstlineno + 1
     story = {"error": "no", "sentence": "user.py:3", "timeline": "locks.py:1"}
     assert _probe.named(story, "asyncio/locks.py:wait") == "no"

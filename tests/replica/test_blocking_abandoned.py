@@ -15,6 +15,12 @@ from tests.conftest import mirrored
 from tests.replica.gated import me, my_id
 
 
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that wait check soon whether their loop was closed; they check again and again."""
+    monkeypatch.setattr("aioreplica.devices._gate.LOOK_S", 0.01)
+
+
 def test_threads_are_let_go_when_their_loop_is_gone() -> None:
     """A loop that is closed without ending its runs leaves no thread parked for ever."""
     ended = [threading.Event(), threading.Event()]

@@ -288,7 +288,7 @@ async def test_ops_and_versions_of_variables_use_the_same_memory_again(
 
     async def send(number: int) -> None:
         await v.assign(np.full(MiB, float(number)))
-        array = np.full(4 * MiB, float(number))
+        array = np.full(2 * MiB, float(number))
         result = await run_op(on_process, lambda array: array + v.value[0], array)
         assert result[0] == 2 * number
 
@@ -321,11 +321,11 @@ async def test_without_shared_memory_the_op_is_named_and_the_device_lives(
     def full(*_args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    v = ar.Variable(np.ones(32 * MiB))  # its process has never heard of it
+    v = ar.Variable(np.ones(8 * MiB))  # its process has never heard of it
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(DeviceError, match=r"'len' was not sent to cpu:0.*No space"):
-            await run_op(on_process, len, np.ones(32 * MiB))
+            await run_op(on_process, len, np.ones(8 * MiB))
         with pytest.raises(DeviceError, match=r"was not sent to cpu:0.*No space"):
             await run_op(on_process, lambda: v.value[0])
     assert await run_op(on_process, len, np.ones(3)) == 3
