@@ -17,7 +17,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_every_row_is_written_with_its_target(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     options = ["--quick", "--loops", "asyncio", "--output", str(output)]

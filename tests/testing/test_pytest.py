@@ -284,7 +284,7 @@ def test_the_command_line_sets_how_many_schedules(tmp_path: Path) -> None:
     assert "4 passed" in run_pytest(tmp_path, "--ar-schedules=1", "--ar-seed=3")
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_a_damaged_token_is_refused_before_anything_runs(tmp_path: Path) -> None:
     assert "Nothing was run" in run_pytest(tmp_path, "--ar-replay=ar1-nonsense")
 
