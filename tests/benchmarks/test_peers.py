@@ -86,6 +86,7 @@ def test_every_task_of_a_peer_has_a_case() -> None:
     assert promised(MERGE, "tensorflow", "eager") == 10
 
 
+@pytest.mark.slow
 def test_charts_are_drawn(tmp_path: Path) -> None:
     found = measured()
     reduce = Measured(Case("all_reduce", 2, "all_reduce 1 KiB", "us", {"size": 1024}))

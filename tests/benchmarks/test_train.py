@@ -92,6 +92,7 @@ def test_rows_hold_measurements_and_what_was_promised(quick: tuple[str, dict[str
     assert printed.count("steps/s; sequential") == 8
 
 
+@pytest.mark.slow
 def test_gradients_by_hand_are_those_of_the_loss() -> None:
     parameters = [array.astype(np.float64) for array in _mlp.initial_parameters()]
     images, labels = _mlp.made_up_batch(5)
@@ -126,6 +127,7 @@ def test_a_line_tells_both_speeds() -> None:
     )
 
 
+@pytest.mark.slow
 def test_bare_threads_train_as_the_sequential_program_does() -> None:
     threads = BareThreads("SGD", 2, 8)
     sequential = _mlp.SequentialSGD(_mlp.initial_parameters())

@@ -161,6 +161,7 @@ def summand(rank: int, index: int) -> Any:
     return np.linspace(0.1 + rank, index + 1 / 3, size, dtype=dtype).reshape(-1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.explore(schedules=60)
 @pytest.mark.parametrize("num_workers", [2, 3])
 async def test_reductions_that_are_queued_go_together_as_far_as_all_have_them(

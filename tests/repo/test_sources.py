@@ -71,6 +71,7 @@ def test_no_file_is_too_long() -> None:
     assert {name: n for name, n in lengths.items() if n > MAX_FILE_LINES} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "limit"),
     [(FUNCTIONS, MAX_FUNCTION_LINES), ((ast.ClassDef,), MAX_CLASS_LINES)],
@@ -95,6 +96,7 @@ def test_file_names_say_what_the_file_is_about() -> None:
     assert [named(p) for p in SOURCES if p.name.lstrip("_") in vague] == []
 
 
+@pytest.mark.slow
 def test_every_module_starts_with_one_sentence(trees: Trees) -> None:
     def opening(tree: ast.Module) -> str:
         return (ast.get_docstring(tree) or "").split("\n\n")[0].strip()
@@ -102,6 +104,7 @@ def test_every_module_starts_with_one_sentence(trees: Trees) -> None:
     assert [named(p) for p, tree in trees.items() if not opening(tree).endswith(".")] == []
 
 
+@pytest.mark.slow
 def test_no_summary_begins_with_a_question_word(trees: Trees) -> None:
     """A function's begins with a verb, that of a class, a module or a property with a noun."""
     words = {"What", "Who", "Whom", "Whose", "How", "Where", "Whether", "When", "Why", "Which"}
@@ -115,6 +118,7 @@ def test_no_summary_begins_with_a_question_word(trees: Trees) -> None:
     assert [place for place, text in summaries if text.partition(" ")[0] in words] == []
 
 
+@pytest.mark.slow
 def test_asyncio_barrier_is_not_used(trees: Trees) -> None:
     def is_barrier(node: ast.AST) -> bool:
         if isinstance(node, ast.ImportFrom):
@@ -126,6 +130,7 @@ def test_asyncio_barrier_is_not_used(trees: Trees) -> None:
     assert [named(path) for path, node in nodes(trees) if is_barrier(node)] == []
 
 
+@pytest.mark.slow
 def test_package_inits_are_tables_of_contents(trees: Trees) -> None:
     def belongs(statement: ast.stmt) -> bool:
         match statement:

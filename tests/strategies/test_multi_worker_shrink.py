@@ -81,6 +81,7 @@ async def survive(strategy: Strategy) -> Any:
     return training.learned(), strategy.num_replicas_in_sync
 
 
+@pytest.mark.slow
 @pytest.mark.explore(schedules=25, faults=art.Faults().lose_worker("worker:1"))
 async def test_every_batch_counts_once_whenever_a_worker_is_lost() -> None:
     expected = await learned_alone()
@@ -98,6 +99,7 @@ async def test_every_batch_counts_once_whenever_a_worker_is_lost() -> None:
     assert not isinstance(lost, BaseException) or "worker 1" in str(lost).lower(), lost
 
 
+@pytest.mark.slow
 @pytest.mark.explore(
     schedules=15, faults=art.Faults().lose_worker("worker:0").lose_worker("worker:2")
 )

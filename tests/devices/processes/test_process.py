@@ -314,6 +314,7 @@ async def test_a_value_is_published_once_for_each_version(
     assert await run_op(on_process, lambda: v.value[0]) == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_without_shared_memory_the_op_is_named_and_the_device_lives(
     on_process: ar.OneDeviceStrategy, monkeypatch: pytest.MonkeyPatch
@@ -381,6 +382,7 @@ def process_statistics() -> Any:
     return lane.process
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_device_process_that_dies_is_a_device_error_and_the_next_op_has_another(
     on_process: ar.OneDeviceStrategy,
@@ -399,6 +401,7 @@ async def test_a_device_process_that_dies_is_a_device_error_and_the_next_op_has_
     assert now.memory_bytes is None or now.memory_bytes > MiB
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_an_op_that_runs_when_the_program_ends_is_ended(
     on_process: ar.OneDeviceStrategy, monkeypatch: pytest.MonkeyPatch

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import numpy as np
+import pytest
 
 import aioreplica as ar
 import aioreplica.testing as art
@@ -113,5 +114,6 @@ async def outcome_of(remote: Any) -> str | None:
     return "done"
 
 
+@pytest.mark.slow
 def test_errors_and_lost_workers_in_every_order_count_exactly() -> None:
     art.explore(errors_losses_and_joins, schedules=150).check()

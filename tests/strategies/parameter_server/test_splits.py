@@ -178,6 +178,7 @@ async def an_epoch() -> None:
         assert sorted(await coordinator.fetch(remotes)) == list(range(11))
 
 
+@pytest.mark.slow
 def test_each_number_is_learned_once_under_every_schedule() -> None:
     art.explore(an_epoch, schedules=60).check()
 
