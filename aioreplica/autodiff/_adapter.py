@@ -14,13 +14,14 @@ import numpy as np
 from array_api_compat import array_namespace, is_array_api_obj
 
 from ..devices.backends import Array
+from ..tree import Tree
 from ..values import Weighted
 from ._linear import LinearCollective
 
 Watch: TypeAlias = Callable[[Array], Array]
 """Takes an array and gives the stand-in that the library traces."""
 
-RunOutside: TypeAlias = Callable[[str, Callable[..., Any], tuple[Any, ...]], Any]
+RunOutside: TypeAlias = Callable[[str, Callable[..., object], tuple[Tree, ...]], Tree]
 """Runs a function on the host, in the cluster of that name, and waits; an async one is awaited."""
 
 NameGradient: TypeAlias = Callable[[str, object], str]
@@ -37,8 +38,8 @@ class Adapter(ABC):
 
     @abstractmethod
     def differentiate(
-        self, fn: Callable[[Watch], Any], *, has_aux: bool = False
-    ) -> tuple[Any, list[Array]]:
+        self, fn: Callable[[Watch], Tree], *, has_aux: bool = False
+    ) -> tuple[Tree, list[Array]]:
         """Run `fn` once, then go back through it.
 
         Args:
@@ -75,7 +76,7 @@ class Adapter(ABC):
         """Send a traced array through a collective, so that gradients go back through it."""
 
 
-def split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
+def split_aux(result: Any, has_aux: bool) -> tuple[Tree, Tree]:
     """Take what a differentiated function returned apart: the loss, and its auxiliary output.
 
     Raises:
@@ -134,7 +135,7 @@ def _is_real(array: Array) -> bool:
     return bool(array_namespace(array).isdtype(array.dtype, kinds))
 
 
-def finished(value: Any, use: Callable[[Any], object]) -> Any:
+def finished(value: object, use: Callable[[object], object]) -> Tree:
     """Return `use(value)`; if the value has to be awaited, an awaitable of that."""
     if not isinstance(value, Awaitable):
         return use(value)

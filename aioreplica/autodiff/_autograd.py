@@ -31,7 +31,7 @@ from autograd.tracer import Box, getval, isbox, new_box, trace_stack
 
 from ..context import REGISTRY
 from ..devices.backends import Array
-from ..tree import flatten, map_leaves, unflatten
+from ..tree import Tree, flatten, map_leaves, unflatten
 from ..values import Weighted
 from ._adapter import (
     Adapter,
@@ -61,8 +61,8 @@ class AutogradAdapter(Adapter):
         return "autograd"
 
     def differentiate(
-        self, fn: Callable[[Watch], Any], *, has_aux: bool = False
-    ) -> tuple[Any, list[Array]]:
+        self, fn: Callable[[Watch], Tree], *, has_aux: bool = False
+    ) -> tuple[Tree, list[Array]]:
         """Run `fn` once, then go back through it; see `Adapter.differentiate`."""
         inputs: list[_AutogradInput] = []
         weights: list[object] = []
@@ -171,20 +171,20 @@ class AutogradCall:
         run: RunOutside,
         gradient_of: NameGradient,
         name: str,
-        fn: Callable[..., Any],
+        fn: Callable[..., object],
         *,
-        known: Callable[[Any], object] | None = None,
+        known: Callable[[object], object] | None = None,
     ) -> None:
         self._run = run
         self._gradient_of = gradient_of
         self._name = name
         self._fn = fn
         self._known = known
-        self._pullback: Callable[[Any], object] | None = None
-        self._put_back: Callable[[Any], object] | None = None
-        self.value: Any = None
+        self._pullback: Callable[[object], object] | None = None
+        self._put_back: Callable[[object], object] | None = None
+        self.value: Tree = None
 
-    def at(self, args: Sequence[Any]) -> Any:
+    def at(self, args: Sequence[Tree]) -> Tree:
         """Run the call outside; the result is traced like the arguments."""
         plain = tuple(map(getval, args))
         self.value = self._run(self._name, self._evaluate, plain)
@@ -193,7 +193,7 @@ class AutogradCall:
         result = _result(self, *args)
         return result if self._put_back is None else self._put_back(result)
 
-    def gradient(self, cotangent: Any, args: Sequence[Any]) -> Any:
+    def gradient(self, cotangent: Tree, args: Sequence[object]) -> object:
         """Return the cotangents of all arguments; runs outside."""
         name = self._gradient_of(self._name, _backward_frame())
         outside = AutogradCall(
@@ -201,7 +201,7 @@ class AutogradCall:
         )
         return outside.at([cotangent, *args])
 
-    def _evaluate(self, *args: Any) -> object:
+    def _evaluate(self, *args: object) -> object:
         if self._known is not None:
             return self._known(args[0])
         return _traced(self._fn, args, self._keep)
@@ -222,19 +222,19 @@ class _Traced:
         put_back: Makes the tree of such a tuple; None if the value is what the function returned.
     """
 
-    value: Any
-    pullback: Callable[[Any], Any]
-    put_back: Callable[[Any], Any] | None = None
+    value: Tree
+    pullback: Callable[[object], object]
+    put_back: Callable[[object], object] | None = None
 
 
 @primitive  # type: ignore[untyped-decorator]  # autograd ships no types
-def _result(outside: AutogradCall, *_args: object) -> Any:
+def _result(outside: AutogradCall, *_args: object) -> object:
     return outside.value
 
 
 def _make_vjp(
-    argnums: Sequence[int], _ans: object, args: tuple[Any, ...], _kwargs: dict[str, Any]
-) -> Callable[[Any], object]:
+    argnums: Sequence[int], _ans: object, args: tuple[Any, ...], _kwargs: dict[str, object]
+) -> Callable[[object], object]:
     outside, *rest = args
 
     def pull_back(cotangent: object) -> tuple[object, ...]:
@@ -247,17 +247,17 @@ def _make_vjp(
 defvjp_argnums(_result, _make_vjp)
 
 
-def _vjp_of(fn: Callable[..., Any]) -> Callable[..., object]:
+def _vjp_of(fn: Callable[..., object]) -> Callable[..., object]:
     """Return the function of (cotangent, *args) that gives the cotangents of the arguments."""
 
-    def pull_back(cotangent: object, *args: Any) -> object:
+    def pull_back(cotangent: object, *args: object) -> object:
         return _traced(fn, args, lambda traced: traced.pullback(cotangent))
 
     return pull_back
 
 
 def _traced(
-    fn: Callable[..., Any], args: tuple[object, ...], use: Callable[[_Traced], object]
+    fn: Callable[..., object], args: tuple[object, ...], use: Callable[[_Traced], object]
 ) -> object:
     """Run a function in a trace of its own; return what `use` makes of that.
 
@@ -290,7 +290,7 @@ def _result_of(end: Any, trace: int, args: tuple[object, ...]) -> _Traced:
     )
 
 
-def _is_of(value: Any, trace: int) -> bool:
+def _is_of(value: Tree, trace: int) -> bool:
     return bool(isbox(value) and value._trace == trace)
 
 

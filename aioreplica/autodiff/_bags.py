@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias, final, get_args
+from typing import Literal, TypeAlias, final, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from ..devices.backends import backend_of
+from ..tree import Array
 from ..values import IndexedSlices, Variable
 
-Array: TypeAlias = npt.NDArray[Any]
 Combiner: TypeAlias = Literal["sum", "mean", "sqrtn"]
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..context import TRACE
 from ..devices.backends import Array
-from ..tree import flatten, unflatten
+from ..tree import Tree, flatten, unflatten
 from ..values import Weighted
 from ._adapter import Adapter, Watch, require_floating, require_scalar_loss, split_aux
 from ._linear import LinearCollective
@@ -39,8 +39,8 @@ class JaxAdapter(Adapter):
         return "jax"
 
     def differentiate(
-        self, fn: Callable[[Watch], Any], *, has_aux: bool = False
-    ) -> tuple[Any, list[Array]]:
+        self, fn: Callable[[Watch], Tree], *, has_aux: bool = False
+    ) -> tuple[Tree, list[Array]]:
         """Run `fn` once, then go back through it; see `Adapter.differentiate`."""
         inputs: list[_JaxInput] = []
         extra: list[_Extra] = []

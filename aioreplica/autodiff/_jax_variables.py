@@ -6,14 +6,12 @@ from typing import Any, final
 
 import jax
 import numpy as np
-import numpy.typing as npt
 
 from ..context import TRACE
+from ..tree import Array
 from ..values import Variable
 from ._jax import as_jax, require_not_compiling
 from ._variables import ModelVariables, new_state, require_outside_replicas, write_state
-
-Array = npt.NDArray[Any]
 
 
 @final

@@ -15,7 +15,7 @@ import torch
 
 from ..context import DIFFERENTIATING
 from ..devices.backends import Array
-from ..tree import Tree, flatten, map_leaves, unflatten
+from ..tree import DType, Tree, flatten, map_leaves, unflatten
 from ..tree import leaves as leaves_of
 from ..values import IndexedSlices, Weighted
 from ._adapter import (
@@ -41,8 +41,8 @@ class TorchAdapter(Adapter):
         return "torch"
 
     def differentiate(
-        self, fn: Callable[[Watch], Any], *, has_aux: bool = False
-    ) -> tuple[Any, list[Array]]:
+        self, fn: Callable[[Watch], Tree], *, has_aux: bool = False
+    ) -> tuple[Tree, list[Array]]:
         """Run `fn` once, then go back through it; see `Adapter.differentiate`."""
         inputs: list[_TorchInput] = []
 
@@ -114,7 +114,7 @@ class _TorchInput:
         return gradient.detach().numpy().astype(dtype, copy=False)
 
 
-def _slices(gradient: torch.Tensor, dtype: np.dtype[Any]) -> Array | IndexedSlices:
+def _slices(gradient: torch.Tensor, dtype: DType) -> Array | IndexedSlices:
     """Return a sparse gradient as rows; as an array if it is sparse along several axes."""
     if gradient.sparse_dim() != 1:
         return gradient.to_dense().numpy().astype(dtype, copy=False)
@@ -167,7 +167,7 @@ class TorchCall:
     """One call: its result, and the inputs that it was made from, on the host."""
 
     def __init__(
-        self, run: RunOutside, gradient_of: NameGradient, name: str, fn: Callable[..., Any]
+        self, run: RunOutside, gradient_of: NameGradient, name: str, fn: Callable[..., object]
     ) -> None:
         self._run = run
         self._gradient_of = gradient_of
@@ -177,7 +177,7 @@ class TorchCall:
         self._made: list[torch.Tensor] = []
         self.value: tuple[torch.Tensor, ...] = ()
 
-    def at(self, args: Sequence[torch.Tensor]) -> Any:
+    def at(self, args: Sequence[torch.Tensor]) -> Tree:
         """Run the call outside; the result is tracked like the arguments."""
         self._inputs = [arg.detach().requires_grad_() for arg in args]
         made = self._run(self._name, self._forward, tuple(self._inputs))
@@ -191,7 +191,7 @@ class TorchCall:
             leaves[position] = result
         return unflatten(spec, leaves)
 
-    def gradient(self, cotangents: Sequence[torch.Tensor], args: Sequence[torch.Tensor]) -> Any:
+    def gradient(self, cotangents: Sequence[torch.Tensor], args: Sequence[torch.Tensor]) -> Tree:
         """Return the cotangents of all arguments; runs outside."""
         name = self._gradient_of(self._name, torch._C._current_graph_task_id())
         if not torch.is_grad_enabled():  # no gradient of the gradient is wanted
@@ -230,18 +230,18 @@ async def _with_gradients(made: Awaitable[object]) -> object:
 
 
 @functools.cache
-def _function() -> Any:
+def _function() -> Tree:
     """Return what the device program sees of an outside call."""
 
     class OutsideFunction(torch.autograd.Function):  # type: ignore[misc]  # torch may be missing
         @staticmethod
-        def forward(ctx: Any, outside: TorchCall, *args: torch.Tensor) -> Any:
+        def forward(ctx: Any, outside: TorchCall, *args: torch.Tensor) -> object:
             ctx.outside = outside
             ctx.save_for_backward(*args)
             return outside.value
 
         @staticmethod
-        def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
+        def backward(ctx: Any, *cotangents: torch.Tensor) -> object:
             parts = ctx.outside.gradient(cotangents, ctx.saved_tensors)
             return (None, *parts)
 

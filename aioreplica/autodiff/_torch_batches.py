@@ -20,7 +20,7 @@ from ..context import PLACE
 from ..errors import ContextError
 from ..input import split_sizes
 from ..replica import BlockingCollectives, RunningReplica
-from ..tree import flatten, unflatten
+from ..tree import Tree, flatten, unflatten
 from ..values import new_per_replica
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Batches:
         """
         return len(self._loader)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Tree]:
         """Begin an epoch.
 
         Raises:
@@ -117,13 +117,13 @@ class _Parts:
         self._parts: Sequence[object] = ()
         self._first = self._fingerprint = 0
 
-    def read(self, batch: Any, num_replicas: int, first: int) -> None:
+    def read(self, batch: object, num_replicas: int, first: int) -> None:
         """Split a batch; `first` is the replica that reads it."""
         self._parts = (OVER,) * num_replicas if batch is OVER else split(batch, num_replicas)
         self._first = first
         self._fingerprint = -1 if batch is OVER else fingerprint(batch)
 
-    def of_process(self, num_local: int) -> tuple[Any, ...]:
+    def of_process(self, num_local: int) -> tuple[Tree, ...]:
         """Return the parts of the replicas here, each with the fingerprint of the whole batch."""
         here = self._parts[self._first : self._first + num_local]
         return tuple((part, self._fingerprint) for part in here)
@@ -150,7 +150,7 @@ def _num_batches(loader: Any) -> int:
         return 0
 
 
-def split(batch: object, num_replicas: int) -> list[Any]:
+def split(batch: object, num_replicas: int) -> list[Tree]:
     """Cut the tensors and arrays of a batch along the leading axis, a part for each replica.
 
     Raises:

@@ -16,18 +16,15 @@ from functools import partial
 from typing import Any, final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
 from ..context import OVERRIDES, PLACE
 from ..replica import RunningReplica
-from ..tree import leaves, map_leaves
+from ..tree import Array, leaves, map_leaves
 from ..values import Variable, local_value
 from ._torch_random import SeededDraws, SeedStreams, may_draw
 from ._variables import ModelVariables, new_state, require_outside_replicas, write_state
-
-Array = npt.NDArray[Any]
 
 
 @final
@@ -79,7 +76,7 @@ class TorchModule:
         self._modes: tuple[bool, ...] = tuple(part.training for part in module.modules())
         self._lock = threading.Lock()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: Any) -> Any:
         """Call the module.
 
         Raises:
@@ -175,7 +172,7 @@ class TorchModule:
 
     # ---- one call ------------------------------------------------------------------------
 
-    def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    def _call(self, method: str, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
         reads = OVERRIDES.get()
         if reads is None:
             with self._borrowed() as shell:
@@ -194,7 +191,7 @@ class TorchModule:
         return _Lease(shell, lambda: self._give_back(key, shell))
 
     def _call_shell(
-        self, shell: _Shell, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, shell: _Shell, method: str, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
         state = {key: local_value(variable) for key, variable in self._buffers.items()}
         shell.bind({key: _tensor(value) for key, value in state.items()})
@@ -450,7 +447,7 @@ def _as_tensor(leaf: object, device: torch.device | None = None) -> object:
     return torch.tensor(leaf, device=device) if isinstance(leaf, np.ndarray) else leaf
 
 
-def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+def _device_of(args: tuple[object, ...], kwargs: dict[str, object]) -> torch.device | None:
     """Return the device of the first tensor among the arguments; None for the host."""
     first = args[0] if args else None
     if not isinstance(first, torch.Tensor):

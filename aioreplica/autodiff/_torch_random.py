@@ -53,7 +53,7 @@ class SeededDraws(TorchDispatchMode):  # type: ignore[misc]  # torch's own base 
         _types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, object] | None = None,
-    ) -> Any:
+    ) -> object:
         """Run one operation."""
         if not _may_be_random(func):
             return func(*args, **kwargs) if kwargs else func(*args)
@@ -129,7 +129,7 @@ def _may_draw(part: nn.Module) -> bool:
     return not isinstance(rate, nn.Module) and bool(rate)  # a layer in it is a part of its own
 
 
-def _draws_nothing(func: Op, args: Sequence[Any], kwargs: Mapping[str, object]) -> bool:
+def _draws_nothing(func: Op, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     """Tell whether an operation that may drop out is told not to."""
     names = [argument.name for argument in func._schema.arguments]
     if "dropout_p" not in names:
@@ -139,7 +139,7 @@ def _draws_nothing(func: Op, args: Sequence[Any], kwargs: Mapping[str, object]) 
     return bool(rate == 0.0)
 
 
-def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+def _device(args: Sequence[object], kwargs: Mapping[str, Any]) -> torch.device:
     for part in args:
         if isinstance(part, torch.Tensor):
             return part.device

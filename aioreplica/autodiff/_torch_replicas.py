@@ -255,7 +255,7 @@ class Averaging:
 
 
 def replicas_of(
-    module: Any, optimizer: Any, loader: Any, num_local: int, num_replicas: int
+    module: Any, optimizer: Any, loader: object, num_local: int, num_replicas: int
 ) -> tuple[list[Any], list[Any], list[Batches]]:
     """Return modules, optimizers and batches for the replicas of this process.
 

@@ -11,15 +11,15 @@ from functools import partial
 from typing import Any
 
 from ..devices.backends import Array
-from ..tree import flatten, unflatten
+from ..tree import Tree, flatten, unflatten
 from ._adapter import Adapter, NameGradient, RunOutside
 
 BACKENDS = ("autograd", "torch", "jax")
 
 
 def value_and_grad(
-    fn: Callable[[Any], Any], backend: str = "autograd", *, has_aux: bool = False
-) -> Callable[[Sequence[Array]], tuple[Any, list[Array]]]:
+    fn: Callable[[Any], Tree], backend: str = "autograd", *, has_aux: bool = False
+) -> Callable[[Sequence[Array]], tuple[Tree, list[Array]]]:
     """Make a function that returns the value of `fn` and its gradients.
 
     Args:
@@ -55,7 +55,7 @@ def value_and_grad(
     """
     adapter = find_adapter(backend)
 
-    def call(arrays: Sequence[Array]) -> tuple[Any, list[Array]]:
+    def call(arrays: Sequence[Array]) -> tuple[Tree, list[Array]]:
         container = tuple if isinstance(arrays, tuple) else list
         return adapter.differentiate(
             lambda watch: fn(container(map(watch, arrays))), has_aux=has_aux
@@ -108,10 +108,10 @@ def run_outside(
     run: RunOutside,
     gradient_of: NameGradient,
     name: str,
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
-) -> Any:
+) -> object:
     """Run a function on the host for a device program, as part of what a library differentiates.
 
     If a library traces a leaf of the arguments, the gradient of the call will run outside too.
@@ -129,7 +129,7 @@ def run_outside(
     if new_call is None:
         return run(name, partial(fn, **kwargs) if kwargs else fn, args)
 
-    def of_traced(*values: object) -> Any:
+    def of_traced(*values: object) -> object:
         whole = list(leaves)
         for position, value in zip(positions, values, strict=True):
             whole[position] = value

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from ..context import CLOSURE, OVERRIDES, PLACE, Place
 from ..devices.backends import Array, backend_of
 from ..errors import ContextError
+from ..tree import Tree
 from ..values import IndexedSlices, Variable, fitting, is_floating, local_value
 from ._adapter import Watch
 from ._bags import Bags, Combiner
@@ -53,7 +54,7 @@ class ModelVariables(tuple[Variable, ...]):
         made.backend = backend
         return made
 
-    def __getnewargs__(self) -> tuple[Any, ...]:
+    def __getnewargs__(self) -> tuple[object, ...]:
         """Return what `__new__` takes, as a pickle needs it."""
         return tuple(self), self.backend
 
@@ -94,7 +95,9 @@ class VariableReads:
         """The traced variables, in order of their first read."""
         return tuple(dict.fromkeys(variable for variable, _ in self._watched))
 
-    def trace(self, loss: Callable[[], object], watch: Watch, constant: Watch | None = None) -> Any:
+    def trace(
+        self, loss: Callable[[], object], watch: Watch, constant: Watch | None = None
+    ) -> object:
         """Run a loss with this object standing in for its variables.
 
         Args:
@@ -187,7 +190,7 @@ def differentiate_variables(
     backend: str = "autograd",
     *,
     has_aux: bool = False,
-) -> tuple[Any, Pairs]:
+) -> tuple[Tree, Pairs]:
     """Run a loss once and return its value and its gradients.
 
     Args:

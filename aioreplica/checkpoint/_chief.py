@@ -12,11 +12,11 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from ..collectives import SLOT_BYTES, Wire, broadcast_bytes, gather_across, no_data
+from ..collectives import SLOT_BYTES, Carry, Wire, broadcast_bytes, gather_across, no_data
 from ..errors import CheckpointNotCommittedError
 from ..tree import Array
 from ..typing import VariableSynchronization
@@ -24,8 +24,11 @@ from ..values import DividedVariable, Variable, workers_of
 from ._format import EntryRecord, dtype_of, dump_entries, parse_entries
 from ._state import Cut, Entry, frozen, read_state, take_cut
 
+if TYPE_CHECKING:
+    from ..cluster import Workers
 
-async def take_common_cut(state: object, step: int) -> tuple[Cut, Any]:
+
+async def take_common_cut(state: object, step: int) -> tuple[Cut, Workers | None]:
     """Take a cut, with the components that on-read variables have on all workers.
 
     Returns:
@@ -49,7 +52,8 @@ async def take_common_cut(state: object, step: int) -> tuple[Cut, Any]:
     text = f"step {step}: {keys}, {[*divided]}"
     async with workers.operation("CheckpointManager.save", text) as turn:
         if divided:
-            await turn.exchange(b"", partial(_bring_together, cut, divided), what="parts")
+            bring: Carry[None] = partial(_bring_together, cut, divided)
+            await turn.exchange(b"", bring, what="parts")
         if not keys:
             await turn.exchange(b"", no_data)
         else:
@@ -79,7 +83,9 @@ async def _bring_together(
         cut.arrays[key] = [whole]
 
 
-async def write_once(workers: Any, step: int, write: Callable[[], Awaitable[None]]) -> None:
+async def write_once(
+    workers: Workers | None, step: int, write: Callable[[], Awaitable[None]]
+) -> None:
     """Let the first worker write; return on all when it has, or raise on all.
 
     Raises:
@@ -105,7 +111,7 @@ async def write_once(workers: Any, step: int, write: Callable[[], Awaitable[None
         raise CheckpointNotCommittedError(f"Worker 0 could not save step {step}: {cause}")
 
 
-async def agree_on_restored(workers: Any, step: int) -> None:
+async def agree_on_restored(workers: Workers | None, step: int) -> None:
     """Check that all workers have restored the same step.
 
     Raises:
@@ -133,7 +139,7 @@ class Newest:
 
 
 async def exchange_newest(
-    workers: Any,
+    workers: Workers,
     next_steps: tuple[int, ...],
     records: Mapping[str, EntryRecord],
     arrays: Mapping[str, Sequence[Array]],
@@ -169,7 +175,7 @@ async def exchange_newest(
     return found
 
 
-def is_first(workers: Any) -> bool:
+def is_first(workers: Workers | None) -> bool:
     """Tell whether this worker is the one that writes."""
     return workers is None or workers.rank == 0
 
@@ -178,7 +184,7 @@ async def write_nothing(_step: int, _cut: Cut) -> None:
     """Leave it to the first worker."""
 
 
-def workers_of_state(state: object) -> Any:
+def workers_of_state(state: object) -> Workers | None:
     """Return the workers of the strategy whose variables are in a state, None if it has none.
 
     Raises:
@@ -188,9 +194,10 @@ def workers_of_state(state: object) -> Any:
     return _workers_of(read_state(state).entries)
 
 
-def _workers_of(entries: Mapping[str, Entry]) -> Any:
+def _workers_of(entries: Mapping[str, Entry]) -> Workers | None:
     for entry in entries.values():
-        workers = workers_of(entry.thing) if isinstance(entry.thing, Variable) else None
-        if workers is not None:
-            return workers
+        if isinstance(entry.thing, Variable):
+            workers: Workers | None = workers_of(entry.thing)
+            if workers is not None:
+                return workers
     return None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
-from ..tree import decode
+from ..tree import Tree, decode
 from ._format import EntryRecord, Manifest
 from ._reading import look_at
 from ._storage import Storage
@@ -76,7 +76,7 @@ def description_of(manifest: Manifest, damage: str) -> StepDescription:
     )
 
 
-def plain_value(storage: Storage, step: int, key: str) -> Any:  # Any: whatever was saved
+def plain_value(storage: Storage, step: int, key: str) -> Tree:
     """Return the plain data of an entry, by the manifest alone; arrays in it are None. Blocks.
 
     Returns:
@@ -90,6 +90,6 @@ def plain_value(storage: Storage, step: int, key: str) -> Any:  # Any: whatever 
     return None if record is None else plain_data(record)
 
 
-def plain_data(record: EntryRecord) -> Any:  # Any: whatever was saved
+def plain_data(record: EntryRecord) -> Tree:
     """Return the plain data of an entry; arrays in it are None."""
     return decode(record.value, [None] * len(record.tensors))

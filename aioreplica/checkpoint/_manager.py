@@ -177,7 +177,7 @@ class CheckpointManager:
 
     async def save_on_cancel(
         self,
-        work: Coroutine[Any, Any, T],
+        work: Coroutine[object, None, T],
         state: object,
         step: Callable[[], int],
         *,
@@ -571,7 +571,7 @@ def _checked_step(step: Any) -> int:
     return number
 
 
-def _checked_count(name: str, value: Any) -> int | None:
+def _checked_count(name: str, value: object) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int):

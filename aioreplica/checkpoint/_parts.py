@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import CheckpointError
+from ..tree import Array
 from ..values import as_slice, parts_of
 from ._format import (
     CHUNK_BYTES,
@@ -30,12 +30,10 @@ from ._reading import (
 from ._restoring import aggregated, value_of
 from ._storage import Storage
 
-Array = npt.NDArray[Any]
-
 NUM_LISTED = 8
 
 
-def read_entry(storage: Storage, step: int, key: str, index: object, stop: Stop) -> Any:
+def read_entry(storage: Storage, step: int, key: str, index: object, stop: Stop) -> object:
     """Return an entry of a step, or a part of it; blocks.
 
     Args:

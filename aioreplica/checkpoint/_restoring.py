@@ -14,7 +14,7 @@ import numpy as np
 from ..collectives import SLOT_BYTES, no_data
 from ..errors import CheckpointError, ContextError
 from ..input import Stateful
-from ..tree import Array, decode
+from ..tree import Array, Tree, decode
 from ..typing import VariableAggregation
 from ..values import DividedVariable, Variable, between_steps, workers_of
 from ._format import DamagedError, EntryRecord, Manifest
@@ -368,7 +368,7 @@ def apply_plan(
         Exception: What an object raises that refuses its state. Then nothing has changed.
     """
     changes: dict[int, dict[Variable, Any]] = {}
-    values: dict[str, Any] = {}
+    values: dict[str, Tree] = {}
     for entry in plan.direct:
         record, saved = manifest.entries[entry.key], arrays[entry.key]
         if isinstance(entry.thing, Variable):
@@ -409,7 +409,7 @@ def apply_plan(
             gate.next_step = number
 
 
-def value_of(key: str, record: EntryRecord, saved: Sequence[Array]) -> Any:
+def value_of(key: str, record: EntryRecord, saved: Sequence[Array]) -> object:
     """Return what an entry that is not a variable in place holds.
 
     Raises:
@@ -423,7 +423,7 @@ def value_of(key: str, record: EntryRecord, saved: Sequence[Array]) -> Any:
     return aggregated(record, saved) if record.kind == "variable" else np.array(saved[0])
 
 
-def _put(entry: Entry, value: Any, undo: Callable[..., object]) -> None:
+def _put(entry: Entry, value: Tree, undo: Callable[..., object]) -> None:
     """Replace one value; `undo` is called with what puts the old one back.
 
     Raises:
@@ -461,11 +461,11 @@ def _set_generator(generator: Any, state: object) -> None:
     generator.state = state
 
 
-def _fill_list(old: list[Any], new: list[Any]) -> None:
+def _fill_list(old: list[object], new: list[object]) -> None:
     old[:] = new
 
 
-def _fill_dict(old: dict[Any, Any], new: dict[Any, Any]) -> None:
+def _fill_dict(old: dict[object, object], new: dict[object, object]) -> None:
     old.clear()
     old.update(new)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from random import Random
 from time import monotonic, sleep
-from typing import Any, TypeAlias, TypeVar, cast, final
+from typing import TypeAlias, TypeVar, cast, final
 
 from .._functions import is_async, require_no_yield
 from ..errors import CheckpointError
@@ -171,7 +171,7 @@ class RetriedStorage:
         """Remove an empty folder."""
         self.again(partial(self.bare.remove_folder, folder))
 
-    def lock(self) -> Any:
+    def lock(self) -> object:
         """Take the directory."""
         return self.again(self.bare.lock)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableSequence
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from ..tree import Array
 from ..values import DividedVariable, Variable
@@ -11,6 +11,9 @@ from ._chief import exchange_newest
 from ._format import EntryRecord, Manifest, TensorRecord
 from ._restoring import apply_plan, make_plan
 from ._state import Cut, Deferring, Entry, StoredTensor, dtype_name, look, read_state
+
+if TYPE_CHECKING:
+    from ..cluster import Workers
 
 NOWHERE = TensorRecord(0, 0, 0, 0)
 
@@ -83,7 +86,7 @@ class Savepoint:
         records = _described(self._cut)
         self._put(Manifest(0, 0, self._cut.next_steps, (), records), self._cut.arrays)
 
-    async def put_back_newest(self, workers: object) -> None:
+    async def put_back_newest(self, workers: Workers) -> None:
         """Put back the savepoint of the worker that has done most steps; the first one of several.
 
         Every worker has to call this. On-read variables keep what this worker's own savepoint has,

@@ -24,7 +24,7 @@ import numpy as np
 from ..context import PLACE
 from ..errors import ContextError
 from ..input import Stateful
-from ..tree import Array, DType, encode
+from ..tree import Array, DType, Tree, encode
 from ..values import StepGate, Variable, between_steps, take_snapshot
 from ._format import STORED_AS, EntryRecord, Manifest, TensorRecord
 
@@ -138,7 +138,7 @@ class State:
             self.variables[key] = entry.thing
             self.gates[entry.thing.store.gate] = None
 
-    def held(self) -> tuple[list[Any], list[Any]]:
+    def held(self) -> tuple[list[object], list[object]]:
         """Return what the opened things hold now: what to compare, and what to keep alive."""
         looks = [look(node) for node, look in self.opened]
         return [mark for mark, _ in looks], [things for _, things in looks]
@@ -342,7 +342,7 @@ class Cut:
     next_steps: tuple[int, ...]
     entries: dict[str, Entry]
     arrays: dict[str, list[Array]]
-    values: dict[str, Any]
+    values: dict[str, Tree]
 
     def check(self) -> None:
         """Check that a checkpoint can hold it.
@@ -466,7 +466,7 @@ def look(found: State) -> Cut:
     for variables in by_gate.values():
         taken.update(take_snapshot(variables[0].store, variables).components)
     arrays: dict[str, list[Array]] = {}
-    values: dict[str, Any] = {}
+    values: dict[str, Tree] = {}
     copies = PlainCopies()
     for key, entry in found.entries.items():
         if key in found.variables:
@@ -574,7 +574,7 @@ _KINDS: dict[type[Any], Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-def encoded(copied: object) -> Any:
+def encoded(copied: object) -> object:
     """Return a copy of plain data as JSON has it."""
     return encode(copied, _encoded_array)
 

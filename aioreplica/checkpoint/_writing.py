@@ -16,9 +16,9 @@ from operator import attrgetter
 from typing import Any, TypeVar, final
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import CheckpointError, CheckpointNotCommittedError, CheckpointUncertainError
+from ..tree import Array
 from ._claims import Claim, pin_name, read_listing
 from ._format import (
     CHUNK_BYTES,
@@ -43,7 +43,6 @@ from ._retry import RetriedStorage
 from ._state import Cut, StoredTensor, dtype_name
 from ._storage import BLOCK_BYTES, Sink, Storage, read_all
 
-Array = npt.NDArray[Any]
 T = TypeVar("T")
 UNNAMED = f"{MANIFEST}.tmp"  # see LocalStorage.replace
 Tensor = tuple[str, int]

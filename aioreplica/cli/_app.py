@@ -11,6 +11,7 @@ import select
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from .. import __version__
@@ -95,14 +96,14 @@ def _run(given: list[str]) -> None:
     app(args=given, prog_name=program)
 
 
-def _add_commands(app: Any, typer: Any) -> None:
+def _add_commands(app: Any, typer: ModuleType) -> None:
     from ._ckpt import collect, list_steps, remove_steps, show_step, verify_steps
     from ._commands import bench, devices, promote, roll_back, show_journal, top
     from ._doctor import doctor
     from ._explore import explore
     from ._trace import trace
 
-    command: Any
+    command: object
     for command in (doctor, devices, trace, top, explore):
         app.command()(command)
     group = typer.Typer(help=COMMANDS["ckpt"], no_args_is_help=True)
@@ -152,7 +153,7 @@ def _run_bare(given: list[str], program: str, missing: ImportError) -> None:
     raise SystemExit(0) from None
 
 
-def _options(typer: Any) -> Any:  # Any: typer need not be installed where types are checked
+def _options(typer: ModuleType) -> Any:  # Any: typer need not be installed
     """Return what reads the options that stand before a command."""
 
     def show_version(wanted: bool) -> None:

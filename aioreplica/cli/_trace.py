@@ -83,7 +83,7 @@ def read_trace(path: Path) -> Timeline:
 
 
 def _from_chrome(events: list[dict[str, Any]]) -> Timeline:
-    names: dict[tuple[Any, Any], str] = {}
+    names: dict[tuple[object, object], str] = {}
     worker, pid = "", 0
     for event in events:
         if event.get("ph") == "M" and event["name"] == "thread_name":

@@ -26,6 +26,7 @@ import numpy as np
 
 from ..devices import running_loop
 from ..errors import ContextError, StallError, WorkerLostError
+from ..tree import Array
 from ..typing import ReduceOp
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
@@ -54,16 +55,16 @@ class Call:
     """
 
     kind: str
-    array: Any
+    array: Array
     op: ReduceOp | None = None
     root: int = 0
     sizes: Sequence[int] = ()
-    agrees: Callable[[Any], bool] | None = None
-    summands: Sequence[Any] = ()
+    agrees: Callable[[Array], bool] | None = None
+    summands: Sequence[Array] = ()
     what: str = ""
     number: int = -1
 
-    def parts_of(self, array: Any) -> list[Any]:
+    def parts_of(self, array: Array) -> list[Array]:
         """Cut what all workers have together into the part of each, in the order of ranks."""
         begins = [sum(self.sizes[:rank]) for rank in range(len(self.sizes) + 1)]
         return [array[begin:end] for begin, end in pairwise(begins)]
@@ -161,7 +162,7 @@ class Communicator(ABC):
         self._timeout = require_timeout(timeout)
         self._num_calls = 0
         self._failure: Failure | None = None
-        self._pending: dict[Call, asyncio.Future[Any]] = {}
+        self._pending: dict[Call, asyncio.Future[object]] = {}
         self._is_closed = False
         self._name = ""  # of the group; empty for the outermost one
         self._what = ""  # names calls that are made for something else, by a strategy
@@ -434,7 +435,7 @@ class Communicator(ABC):
 
     def _launch(self, call: Call) -> asyncio.Future[Any]:
         self._require_open()
-        future: asyncio.Future[Any] = running_loop(call.kind).create_future()
+        future: asyncio.Future[object] = running_loop(call.kind).create_future()
         call.number, call.what = self._num_calls, self._what
         self._enqueue(call)
         self._num_calls += 1
@@ -450,7 +451,7 @@ class Communicator(ABC):
                 "it. Fork before connecting, or start processes with the 'spawn' method."
             )
 
-    def _settle(self, call: Call, result: Any) -> None:
+    def _settle(self, call: Call, result: object) -> None:
         """Hand a result on, unless the await was cancelled or the group has ended."""
         future = self._pending.pop(call, None)
         if future is not None and not future.done():
@@ -500,7 +501,7 @@ def require_members(ranks: Iterable[int], own: int, size: int) -> tuple[int, ...
     return tuple(sorted(members))
 
 
-def require_writable(x: Any) -> Any:
+def require_writable(x: object) -> Array:
     """Check that an array can be filled in where it is.
 
     Raises:
@@ -515,7 +516,7 @@ def require_writable(x: Any) -> Any:
     return array
 
 
-def require_sizes(array: Any, sizes: Sequence[int], count: int) -> tuple[int, ...]:
+def require_sizes(array: Array, sizes: Sequence[int], count: int) -> tuple[int, ...]:
     """Return the sizes of parts of an array; even ones of its rows where none are given.
 
     Raises:
@@ -533,7 +534,7 @@ def require_sizes(array: Any, sizes: Sequence[int], count: int) -> tuple[int, ..
     return found
 
 
-def as_array(x: object, where: str) -> Any:
+def as_array(x: object, where: str) -> Array:
     """Return a C-contiguous NumPy array of numbers in native byte order; `x` itself if it is one.
 
     Raises:

@@ -90,7 +90,7 @@ class DaskClosureEngine(ClosureEngine):
         self._submissions: dict[str, WeakSet[_DaskSubmission]] = {}
         self._tell_if_lost: dict[str, list[Callable[[], object]]] = {}
         self._watchers: list[Watcher] = []
-        self._background: set[OwnedTask[Any]] = set()
+        self._background: set[OwnedTask[object]] = set()
         self._keys = count()
         self._looks: list[set[str]] = []  # workers that went while the scheduler answers
         self._num_looks = self._newest_look = 0  # the newest one of those that were answered
@@ -108,7 +108,7 @@ class DaskClosureEngine(ClosureEngine):
         self._num_users += 1
 
     async def create_state(
-        self, owner: str, factory: Callable[..., object], args: Sequence[Any], server: int, *,
+        self, owner: str, factory: Callable[..., object], args: Sequence[object], server: int, *,
         apart_from: StateHandle | None = None,
     ) -> StateHandle:  # fmt: skip
         """Make an actor on a worker with the resource `PS`; on another if that goes meanwhile."""
@@ -120,7 +120,7 @@ class DaskClosureEngine(ClosureEngine):
             key = f"parameter-server-{server}-{uuid4().hex}"
             where = {"workers": [place], "allow_other_workers": False}
             future = self._client.submit(DaskHost, data, actor=True, pure=False, key=key, **where)
-            making = OwnedTask[Any](actor_of(self._client, future), f"start of server {server}")
+            making = OwnedTask[object](actor_of(self._client, future), f"start of server {server}")
             tell = self._tell_if_lost.setdefault(place, [])
             tell.append(making.cancel)
             try:
@@ -182,7 +182,7 @@ class DaskClosureEngine(ClosureEngine):
             )
             self._in_background(releasing, "release of what workers keep")
 
-    def _in_background(self, work: Coroutine[Any, Any, object], name: str) -> None:
+    def _in_background(self, work: Coroutine[object, None, object], name: str) -> None:
         task = OwnedTask(work, name)
         self._background.add(task)
         task.when_done(lambda _error: self._background.discard(task))
@@ -358,7 +358,7 @@ class DaskClosureEngine(ClosureEngine):
             else:
                 return
 
-    async def _look(self) -> list[tuple[str, Any]]:
+    async def _look(self) -> list[tuple[str, object]]:
         """Ask the scheduler for its workers; tell of those that are new."""
         gone: set[str] = set()  # they may be in the answer
         self._looks.append(gone)

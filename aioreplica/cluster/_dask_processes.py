@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
+from types import ModuleType
 from typing import Any, final
 
 from ._closures import PARAMETER_SERVER, WORKER
@@ -26,12 +27,12 @@ class DaskProcesses:
 
     def __init__(self) -> None:
         self._scheduler: Any = None
-        self._security: Any = None
+        self._security: object = None
         self._nannies: dict[str, Any] = {}
         self._num_named = 0
         self._quiet = ExitStack()
 
-    async def start(self, num_servers: int, num_workers: int) -> tuple[str, Any]:
+    async def start(self, num_servers: int, num_workers: int) -> tuple[str, object]:
         """Start all processes; return the scheduler's address, and what lets a client in.
 
         Raises:
@@ -108,7 +109,7 @@ class DaskProcesses:
         return f"<DaskProcesses | {', '.join(self._nannies) or 'none'}>"
 
 
-def load_dask() -> Any:
+def load_dask() -> ModuleType:
     """Import Dask distributed.
 
     Raises:
@@ -122,7 +123,8 @@ def load_dask() -> Any:
             '`dask`: pip install "aioreplica[dask]". For tests, ar.cluster.LocalClosureEngine '
             "needs none."
         ) from error
-    return distributed
+    module: ModuleType = distributed
+    return module
 
 
 def _temporary_security() -> object:

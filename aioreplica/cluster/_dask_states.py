@@ -38,7 +38,7 @@ class DaskHost:
         except Exception as error:  # noqa: BLE001 - raised by the caller
             return None, error
 
-    async def wait(self, method: str, args: tuple[Any, ...]) -> tuple[Any, Exception | None]:
+    async def wait(self, method: str, args: tuple[Any, ...]) -> tuple[object, Exception | None]:
         """Do the same with a method that returns a future, beside `call`."""
         try:
             return await asyncio.wrap_future(getattr(self._state, method)(*args)), None
@@ -61,7 +61,7 @@ class _SentHandle(NamedTuple):
         return DaskState(self.owner, self.server, pickle.loads(self.actor))
 
 
-async def actor_of(client: Any, future: Any) -> Any:
+async def actor_of(client: Any, future: Any) -> object:
     with client.as_current():  # an actor looks for it
         return await future
 

@@ -21,6 +21,7 @@ import numpy as np
 from ..collectives import BufferPool
 from ..devices import Op
 from ..devices.backends import reduce_arrays, reduce_into, result_dtype
+from ..tree import Array, DType
 from ..typing import ReduceOp
 from ._communicator import (
     AGREE,
@@ -159,7 +160,7 @@ class Visit:
         self._link = communicator.link
         self._transport = communicator.link.transport
         self._completions = communicator.link.completions()
-        self._result: Any = None
+        self._result: object = None
         self._error: BaseException | None = None
         self.call = call
         self.group = communicator.group
@@ -205,7 +206,7 @@ class Visit:
                 failure = Failure(ENDED, text, (transport.rank,))
             return link.end(failure)
 
-    def _result_of(self, call: Call) -> Any:
+    def _result_of(self, call: Call) -> object:
         array = call.array
         if call.kind == BARRIER or not array.nbytes:
             self._finish(self._transport.barrier(self.group), 0)
@@ -231,32 +232,33 @@ class Visit:
     def _finish(self, poll: Poll, num_bytes: int) -> None:
         self._link.finish(self, poll, num_bytes)
 
-    def _broadcast(self, array: Any, root: int) -> Any:
+    def _broadcast(self, array: Array, root: int) -> Array:
         result = array.copy() if self.group.rank == root else np.empty_like(array)
         for part in _segments(result.reshape(-1), MAX_BYTES):
             self._finish(self._transport.broadcast(self.group, as_bytes(part), root), part.nbytes)
         return result
 
-    def _all_gather(self, array: Any) -> Any:
+    def _all_gather(self, array: Array) -> Array:
         rows = np.empty((self.group.size, *array.shape), array.dtype)
         if array.nbytes:
             rows[self.group.rank] = array
             self._gather(array, rows)
         return rows
 
-    def _gather(self, array: Any, rows: Any) -> None:
+    def _gather(self, array: Array, rows: Array) -> None:
         require_size(array.nbytes)
         self._finish(
             self._transport.all_gather(self.group, as_bytes(array), as_bytes(rows)), rows.nbytes
         )
 
-    def _all_reduce(self, array: Any, op: ReduceOp) -> Any:
+    def _all_reduce(self, array: Array, op: ReduceOp) -> Array:
         size = self.group.size
         if array.nbytes <= SMALL_BYTES // size:
-            return reduce_arrays(op, list(self._all_gather(array)))
+            total: Array = reduce_arrays(op, list(self._all_gather(array)))
+            return total
         buffers = self._communicator.buffers
         buffers.next_call()
-        result = buffers.array(array.shape, result_dtype(op, array.dtype))
+        result: Array = buffers.array(array.shape, result_dtype(op, array.dtype))
         source, target = array.reshape(-1), result.reshape(-1)
         if size == 2 and op is ReduceOp.SUM and result.dtype == array.dtype:
             poll = self._transport.add(self.group, source, target)
@@ -275,13 +277,13 @@ class Visit:
             self._reduce_whole(op, source[whole:], target[whole:])
         return result
 
-    def _reduce_whole(self, op: ReduceOp, source: Any, target: Any) -> None:
+    def _reduce_whole(self, op: ReduceOp, source: Array, target: Array) -> None:
         """Exchange everything, and add up all of it."""
         rows = self._rows(source.size, source.dtype)
         self._gather(source, rows)
         reduce_into(op, target, self._with_own(rows, source))
 
-    def _reduce_parts(self, op: ReduceOp, source: Any, target: Any) -> None:
+    def _reduce_parts(self, op: ReduceOp, source: Array, target: Array) -> None:
         """Add up one part, and exchange the sums."""
         rank, size = self.group.rank, self.group.size
         length = source.size // size
@@ -291,12 +293,12 @@ class Visit:
         reduce_into(op, target[own], self._with_own(rows, source[own]))
         self._gather(target[own], target)
 
-    def _reduce_scatter(self, call: Call, array: Any, op: ReduceOp) -> Any:
+    def _reduce_scatter(self, call: Call, array: Array, op: ReduceOp) -> Array:
         """Exchange and add up as much at a time as stays in the cache."""
         rank, size, buffers = self.group.rank, self.group.size, self._communicator.buffers
         parts = call.parts_of(array)
         buffers.next_call()
-        result = buffers.array(parts[rank].shape, result_dtype(op, array.dtype))
+        result: Array = buffers.array(parts[rank].shape, result_dtype(op, array.dtype))
         flat, target = [part.reshape(-1) for part in parts], result.reshape(-1)
         length = max(1, SEGMENT_BYTES // array.itemsize // size)
         for start in range(0, max(part.size for part in flat), length):
@@ -307,7 +309,7 @@ class Visit:
             reduce_into(op, target[start : start + own.size], self._with_own(rows, own))
         return result
 
-    def _complete(self, call: Call, array: Any) -> Any:
+    def _complete(self, call: Call, array: Array) -> Array:
         """Exchange the parts where they are."""
         own = call.parts_of(array)[self.group.rank]
         if array.nbytes > MAX_BYTES:
@@ -319,20 +321,20 @@ class Visit:
             self._swap([own] * self.group.size, array, call.sizes)
         return array
 
-    def _swap(self, sends: list[Any], recv: Any, sizes: Sequence[int]) -> None:
+    def _swap(self, sends: list[Array], recv: Array, sizes: Sequence[int]) -> None:
         """Give each member its part, by rank; collect theirs: so many elements of each."""
         counts = [size * recv.itemsize for size in sizes]
         going = [as_bytes(each) for each in sends]
         poll = self._transport.all_to_all(self.group, going, as_bytes(recv), counts)
         self._finish(poll, max(recv.nbytes, sum(each.nbytes for each in going)))
 
-    def _with_own(self, rows: Any, own: Any) -> list[Any]:
+    def _with_own(self, rows: Array, own: Array) -> list[Array]:
         """Return the rows of all workers, where this one's need not have been sent."""
         arrays = list(rows)
         arrays[self.group.rank] = own
         return arrays
 
-    def _rows(self, length: int, dtype: Any) -> Any:
+    def _rows(self, length: int, dtype: DType) -> Array:
         """Return memory for one row per worker, the same again and again."""
         num_bytes = self.group.size * length * dtype.itemsize
         communicator = self._communicator
@@ -361,7 +363,7 @@ def _forget(op: Op[Any]) -> None:
         op.exception()
 
 
-def as_bytes(array: Any) -> Any:
+def as_bytes(array: Array) -> Array:
     """Return a flat view of the bytes of a contiguous array."""
     return array.reshape(-1).view(np.uint8)
 
@@ -379,6 +381,6 @@ def require_size(num_bytes: int) -> None:
         )
 
 
-def _segments(array: Any, num_bytes: int) -> list[Any]:
+def _segments(array: Array, num_bytes: int) -> list[Array]:
     length = max(1, num_bytes // array.itemsize)
     return [array[start : start + length] for start in range(0, array.size, length)]

@@ -22,12 +22,13 @@ from enum import IntEnum, unique
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import takewhile
-from typing import Any, TypeAlias, final
+from typing import TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..collectives import SLOT_BYTES
+from ..tree import Array
 
 MAGIC = b"arF4"
 NAME_BYTES = 64
@@ -85,7 +86,7 @@ class Frame:
     def encode(
         self,
         room: int = 0,
-        arrays: Sequence[npt.NDArray[Any]] = (),
+        arrays: Sequence[Array] = (),
         followers: Sequence[Frame] = (),
     ) -> npt.NDArray[np.uint8]:
         """Return the bytes that are sent.
@@ -273,9 +274,7 @@ def slots_in_common(
     return found
 
 
-def arrays_behind(
-    row: npt.NDArray[np.uint8], runs: Sequence[Sequence[npt.NDArray[Any]]]
-) -> list[npt.NDArray[Any]]:
+def arrays_behind(row: npt.NDArray[np.uint8], runs: Sequence[Sequence[Array]]) -> list[Array]:
     """Return what a worker has put behind its frame, flat: one array per run of one dtype."""
     found = []
     start = FRAME_BYTES

@@ -11,16 +11,17 @@ event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
 from ..devices import CompletionQueue, Op, lane_table, running_loop
 from ..devices.backends import reduce_arrays
 from ..errors import ContextError, LoopMismatchError, StallError, WorkerLostError
+from ..tree import Array
 from ._communicator import (
     AGREE,
     ALL_GATHER,
@@ -387,7 +388,7 @@ def _signature(call: Call) -> str:
     return f"{call.kind}({call.array.dtype}{list(call.array.shape)}{options})"
 
 
-def _results(calls: list[Call]) -> list[Any]:
+def _results(calls: list[Call]) -> Sequence[object]:
     """Compute what each worker gets; read-only arrays, shared where they are the same."""
     first, size = calls[0], len(calls)
     arrays = [call.array for call in calls]
@@ -411,7 +412,7 @@ def _results(calls: list[Call]) -> list[Any]:
     return [None] * size
 
 
-def _agreements(calls: list[Call], rows: object) -> list[Any]:
+def _agreements(calls: list[Call], rows: Array) -> list[object]:
     said = [call.agrees is not None and call.agrees(rows) for call in calls]
     totals = None
     op = calls[0].op
@@ -421,6 +422,6 @@ def _agreements(calls: list[Call], rows: object) -> list[Any]:
     return [(rows, totals)] * len(calls)
 
 
-def _frozen(array: Any) -> Any:
+def _frozen(array: Array) -> Array:
     array.flags.writeable = False
     return array

@@ -103,7 +103,7 @@ class LocalClosureEngine(ClosureEngine):
         self._num_users += 1
 
     async def create_state(
-        self, owner: str, factory: Callable[..., object], args: Sequence[Any], server: int, *,
+        self, owner: str, factory: Callable[..., object], args: Sequence[object], server: int, *,
         apart_from: StateHandle | None = None,
     ) -> StateHandle:  # fmt: skip
         """Make a state in this process, as if in that of a server."""
@@ -274,8 +274,8 @@ class _LocalState(StateHandle):
             self._require_there()
         return found
 
-    def begin(self, method: str, *args: Any, is_wait: bool = False) -> Callable[[], Any]:
-        def finish() -> Any:
+    def begin(self, method: str, *args: object, is_wait: bool = False) -> Callable[[], object]:
+        def finish() -> object:
             found = self._call(method, args)
             if is_wait:
                 found = found.result()
@@ -284,7 +284,7 @@ class _LocalState(StateHandle):
 
         return finish
 
-    def _call(self, method: str, args: tuple[Any, ...]) -> Any:
+    def _call(self, method: str, args: tuple[object, ...]) -> Any:
         self._require_there()
         with self._lock:
             return getattr(self._state, method)(*args)
@@ -303,7 +303,7 @@ class _LocalSubmission(Submission):
         self._value: object = None
         self._error: Exception | None = None
 
-    def settle(self, value: Any = None, error: Exception | None = None) -> None:
+    def settle(self, value: object = None, error: Exception | None = None) -> None:
         """Have a result, unless it was dropped before."""
         if not self.done.is_set():
             self._value, self._error = value, error

@@ -14,10 +14,12 @@ import ctypes
 import os
 import re
 import sys
+from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from time import sleep
+from types import ModuleType
 from typing import Any, Self, final
 
 import numpy as np
@@ -25,6 +27,7 @@ import numpy as np
 from ..context import REGISTRY
 from ..devices import CompletionQueue, Lane, Op, new_gate
 from ..errors import ContextError, StallError, WorkerLostError
+from ..tree import Array
 from ._communicator import ENDED, LOST, STALLED, Failure, require_timeout
 from ._engine import EngineCommunicator, has_ended
 from ._local import workers_in_words
@@ -128,7 +131,7 @@ class MpiRuntime:
             StallError: If that took too long.
         """
         self._completions = completions = CompletionQueue.of_running_loop()
-        op: Op[Any] = Op(completions, fn, args, {}, self.lane)
+        op: Op[object] = Op(completions, fn, args, {}, self.lane)
         op.put()
         was_failed, self.failed = self.failed, True
         if not await has_ended(op, timeout):
@@ -193,7 +196,7 @@ class MpiRuntime:
             self.mpi.COMM_WORLD.Abort(1)
 
 
-def import_mpi() -> Any:
+def import_mpi() -> ModuleType:
     """Return the module mpi4py.MPI, which is not to start MPI by itself.
 
     Raises:
@@ -213,7 +216,7 @@ def import_mpi() -> Any:
     return MPI
 
 
-def init_mpi(mpi: Any) -> None:
+def init_mpi(mpi: ModuleType) -> None:
     """Start MPI, which waits for the other workers; lets other threads run meanwhile.
 
     mpi4py's own function keeps the interpreter's lock while it waits, so that no timeout could
@@ -245,7 +248,7 @@ class MpiTransport(Transport):
         runtime: Told when the group has failed.
     """
 
-    def __init__(self, mpi: Any, comm: Any, runtime: MpiRuntime) -> None:
+    def __init__(self, mpi: ModuleType, comm: Any, runtime: MpiRuntime) -> None:
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._mpi = mpi
         self._comm = comm
@@ -260,7 +263,7 @@ class MpiTransport(Transport):
 
     # ---- exchanges -----------------------------------------------------------------------
 
-    def all_gather(self, group: Group, send: Any, recv: Any) -> Poll:
+    def all_gather(self, group: Group, send: Array, recv: Array) -> Poll:
         rows = recv.reshape(group.size, -1)
         if self._goes_in_pairs(group):
             return self._exchange(group, [send] * group.size, rows)
@@ -268,7 +271,7 @@ class MpiTransport(Transport):
         mine = self._mpi.IN_PLACE if np.may_share_memory(send, own) else self._of(send)
         return poll_of(self._comm.Iallgather(mine, self._of(recv)).Test, send, recv)
 
-    def all_to_all(self, group: Group, sends: list[Any], recv: Any, counts: list[int]) -> Poll:
+    def all_to_all(self, group: Group, sends: list[Array], recv: Array, counts: list[int]) -> Poll:
         if self._goes_in_pairs(group):
             return self._exchange(group, sends, np.split(recv, _starts(counts)[1:]))
         own, send = [each.size for each in sends], joined(sends)
@@ -276,7 +279,7 @@ class MpiTransport(Transport):
         recv_spec = [recv, counts, _starts(counts), self._mpi.BYTE]
         return poll_of(self._comm.Ialltoallv(send_spec, recv_spec).Test, sends, send, recv)
 
-    def broadcast(self, group: Group, buffer: Any, root: int) -> Poll:
+    def broadcast(self, group: Group, buffer: Array, root: int) -> Poll:
         if not group.name:
             return poll_of(self._comm.Ibcast(self._of(buffer), root).Test, buffer)
         if group.rank == root:
@@ -290,22 +293,24 @@ class MpiTransport(Transport):
             return poll_of(self._comm.Ibarrier().Test)
         return self.all_gather(group, np.zeros(1, np.uint8), np.empty(group.size, np.uint8))
 
-    def add(self, group: Group, source: object, target: Any) -> Poll | None:
+    def add(self, group: Group, source: Array, target: Array) -> Poll | None:
         return None
 
     def _goes_in_pairs(self, group: Group) -> bool:
         """Tell whether members send each other messages: to make a communicator would block."""
         return bool(group.name) or self.size <= PAIRS
 
-    def _exchange(self, group: Group, parts: Any, rows: Any) -> Poll:
+    def _exchange(
+        self, group: Group, parts: Sequence[Array], rows: Array | Sequence[Array]
+    ) -> Poll:
         requests = [self._receive_from(group, rows[rank], rank) for rank in group.others]
         requests += [self._send_to(group, parts[rank], rank) for rank in group.others]
         return self._poll(requests, parts, rows)
 
-    def _send_to(self, group: Group, array: Any, rank: int) -> object:
+    def _send_to(self, group: Group, array: Array, rank: int) -> object:
         return self._comm.Isend(self._of(array), group.ranks[rank], self._tag_of(group))
 
-    def _receive_from(self, group: Group, array: Any, rank: int) -> object:
+    def _receive_from(self, group: Group, array: Array, rank: int) -> object:
         return self._comm.Irecv(self._of(array), group.ranks[rank], self._tag_of(group))
 
     def _tag_of(self, group: Group) -> int:
@@ -316,7 +321,7 @@ class MpiTransport(Transport):
         test = self._mpi.Request.Testall
         return poll_of(lambda: test(requests), *held)
 
-    def _of(self, array: Any) -> object:
+    def _of(self, array: Array) -> object:
         return [array, self._mpi.BYTE]
 
     # ---- notes ---------------------------------------------------------------------------

@@ -144,7 +144,7 @@ def _require_task(resolver: ClusterResolver, spec: Mapping[str, tuple[str, ...]]
         )
 
 
-def _require_address(address: Any, label: str, source: str) -> None:
+def _require_address(address: object, label: str, source: str) -> None:
     if not isinstance(address, str):
         raise TypeError(f"The address of {label} is text, got {address!r}. ({source})")
     host, colon, port = address.rpartition(":")

@@ -19,6 +19,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
+from types import ModuleType
 from typing import Any, Self, final
 
 import numpy as np
@@ -26,6 +27,7 @@ import numpy as np
 from ..context import REGISTRY
 from ..devices import CompletionQueue, Lane, Op, new_gate
 from ..errors import AioReplicaError, ContextError, StallError, WorkerLostError
+from ..tree import Array
 from ._communicator import ENDED, LOST, Communicator, Failure, require_timeout
 from ._engine import EngineCommunicator, has_ended
 from ._local import workers_in_words
@@ -163,7 +165,7 @@ def check_interfaces(resolver: ClusterResolver) -> None:
 # ---- on the lane's thread ----------------------------------------------------------------
 
 
-def import_torch() -> tuple[Any, Any]:
+def import_torch() -> tuple[ModuleType, ModuleType]:
     """Return torch and torch.distributed.
 
     Raises:
@@ -261,8 +263,8 @@ class TorchTransport(Transport):
 
     def __init__(
         self,
-        torch: Any,
-        dist: Any,
+        torch: ModuleType,
+        dist: ModuleType,
         store: Store,
         resolver: ClusterResolver,
         timeout: float | None,
@@ -287,7 +289,7 @@ class TorchTransport(Transport):
                 timeout=self._limit,
             )  # fmt: skip
             group = dist.group.WORLD
-        self._groups: dict[str, Any] = {"": group}  # of torch, by the names of ours
+        self._groups: dict[str, object] = {"": group}  # of torch, by the names of ours
         self._num_read = self._num_words = 0
         self._read_at = self._words_at = 0.0
         self._asked: Answer[list[Note]] | None = None  # the notes
@@ -298,7 +300,7 @@ class TorchTransport(Transport):
 
     # ---- exchanges -----------------------------------------------------------------------
 
-    def all_gather(self, group: Group, send: Any, recv: Any) -> Poll:
+    def all_gather(self, group: Group, send: Array, recv: Array) -> Poll:
         if np.may_share_memory(send, recv):
             send = send.copy()
         dist = self._dist
@@ -308,7 +310,7 @@ class TorchTransport(Transport):
         )
         return _poll_of(work, send, recv)
 
-    def all_to_all(self, group: Group, sends: list[Any], recv: Any, counts: list[int]) -> Poll:
+    def all_to_all(self, group: Group, sends: list[Array], recv: Array, counts: list[int]) -> Poll:
         send, own = joined(sends), [each.size for each in sends]
         work = self._dist.all_to_all_single(
             self._tensor(recv), self._tensor(send), counts, own,
@@ -316,7 +318,7 @@ class TorchTransport(Transport):
         )  # fmt: skip
         return _poll_of(work, sends, send, recv)
 
-    def broadcast(self, group: Group, buffer: Any, root: int) -> Poll:
+    def broadcast(self, group: Group, buffer: Array, root: int) -> Poll:
         work = self._dist.broadcast(
             self._tensor(buffer), group=self._process_group(group), async_op=True, group_src=root
         )
@@ -325,7 +327,7 @@ class TorchTransport(Transport):
     def barrier(self, group: Group) -> Poll:
         return self.all_gather(group, np.zeros(1, np.uint8), np.empty(group.size, np.uint8))
 
-    def add(self, group: Group, source: Any, target: Any) -> Poll | None:
+    def add(self, group: Group, source: Array, target: Array) -> Poll | None:
         if target.dtype.name not in ADDED:
             return None
         np.copyto(target, source)
@@ -457,7 +459,7 @@ class TorchTransport(Transport):
             lane.put(Op(self._completions, groups.clear, (), {}))
             lane.stop()
 
-    def _let_go(self) -> list[Any]:
+    def _let_go(self) -> list[object]:
         """Return the process groups, whose connections are closed when nothing refers to them."""
         if not self._is_open:
             return []

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
 from time import monotonic, sleep
+from types import ModuleType
 from typing import Any, Generic, TypeVar, cast, final
 
 from ..devices import CompletionQueue, Lane, Op, new_gate
@@ -96,7 +97,7 @@ class Store:
         self.raw = raw
         self._answer_s = answer_s
         self._asked: SimpleQueue[Answer[Any] | None] = SimpleQueue()
-        self._oldest: Answer[Any] | None = None  # that the thread is at
+        self._oldest: Answer[object] | None = None  # that the thread is at
         self._lane = Lane("torch.store", nice=0)
         self._lane.put(Op(completions, _serve, (self._asked, self._begin), {}))
 
@@ -147,11 +148,13 @@ class Store:
         self._asked.put(None)
         self._lane.stop()
 
-    def _begin(self, answer: Answer[Any]) -> None:
+    def _begin(self, answer: Answer[object]) -> None:
         self._oldest = answer
 
 
-def _serve(asked: SimpleQueue[Answer[Any] | None], begin: Callable[[Answer[Any]], None]) -> None:
+def _serve(
+    asked: SimpleQueue[Answer[object] | None], begin: Callable[[Answer[object]], None]
+) -> None:
     while (answer := asked.get()) is not None:
         begin(answer)
         answer.make()
@@ -214,7 +217,7 @@ def give_up_together(store: Store, rank: int | None, num_present: int) -> None:
         sleep(JOIN_PAUSE_S)
 
 
-def open_store(dist: Any, resolver: ClusterResolver, timeout: float | None) -> Any:
+def open_store(dist: ModuleType, resolver: ClusterResolver, timeout: float | None) -> object:
     """Return the store at the coordinator's address; worker 0 keeps it, or torchrun does.
 
     Raises:

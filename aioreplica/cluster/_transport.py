@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
 import numpy as np
 
 from ..devices import CompletionQueue, Lane, Op
+from ..tree import Array
 from ._communicator import LOST, STALLED, Failure
 from ._local import closed_text, stall_text, workers_in_words
 
@@ -128,15 +129,15 @@ class Transport(ABC):
     size: int
 
     @abstractmethod
-    def all_gather(self, group: Group, send: Any, recv: Any) -> Poll:
+    def all_gather(self, group: Group, send: Array, recv: Array) -> Poll:
         """Collect the bytes of all members, by rank; `send` may be its own place in `recv`."""
 
     @abstractmethod
-    def all_to_all(self, group: Group, sends: list[Any], recv: Any, counts: list[int]) -> Poll:
+    def all_to_all(self, group: Group, sends: list[Array], recv: Array, counts: list[int]) -> Poll:
         """Give each member its part, by rank; collect the others': so many bytes of each."""
 
     @abstractmethod
-    def broadcast(self, group: Group, buffer: Any, root: int) -> Poll:
+    def broadcast(self, group: Group, buffer: Array, root: int) -> Poll:
         """Fill the buffer with that of `root`."""
 
     @abstractmethod
@@ -144,7 +145,7 @@ class Transport(ABC):
         """Wait for all members."""
 
     @abstractmethod
-    def add(self, group: Group, source: Any, target: Any) -> Poll | None:
+    def add(self, group: Group, source: Array, target: Array) -> Poll | None:
         """Fill `target` with the sum of two members' arrays; None if the engine is slow at that.
 
         Both are flat and have their own dtype. Two numbers have only one sum, so any engine's
@@ -181,7 +182,7 @@ class Transport(ABC):
         """Give the engine back, after a group that has worked to its end."""
 
 
-def joined(parts: list[Any]) -> Any:
+def joined(parts: list[Any]) -> Array:
     """Return arrays of bytes as one: their memory where they lie one behind the other, else a copy.
 
     They have to be kept as long as what is returned.
@@ -234,9 +235,9 @@ class Link:
             known = self._completions = CompletionQueue.of_running_loop()
         return known
 
-    def put(self, fn: Callable[..., Any], *args: object) -> Op[Any]:
+    def put(self, fn: Callable[..., object], *args: object) -> Op[object]:
         """Queue a call of the engine; on the event loop."""
-        op: Op[Any] = Op(self.completions(), fn, args, {}, self.lane)
+        op: Op[object] = Op(self.completions(), fn, args, {}, self.lane)
         op.put()
         return op
 

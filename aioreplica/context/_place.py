@@ -45,7 +45,7 @@ class CurrentReplica(Protocol):
     def rng(self, name: str) -> Any:  # Any: this layer imports no NumPy
         """Return this replica's random stream of this name for this step."""
 
-    def stand_in(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def stand_in(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         """Return what ops in a device process get in its place: a call, and its arguments."""
 
     def op_abandoned(self) -> None:
@@ -78,7 +78,7 @@ class CurrentStrategy(Protocol):
     facade: Any  # Any, here and below: of layers above this one
     workers: Any
     variable_table: Any
-    elsewhere: Any
+    elsewhere: object
     reducer: Any
     recorder: Any
     observers: Any
@@ -91,13 +91,13 @@ class CurrentStrategy(Protocol):
         """Number of replicas of a run."""
 
     @property
-    def trainable_variables(self) -> Any:
+    def trainable_variables(self) -> object:
         """Trainable variables, in order of creation."""
 
     def create_variable(self, value: Any, options: Any) -> Any:
         """Make the strategy's kind of variable."""
 
-    def view_of(self, members: tuple[int, ...]) -> Any:
+    def view_of(self, members: tuple[int, ...]) -> object:
         """Return what merge functions of some of the replicas get as their strategy."""
 
     def open(self) -> None:
@@ -193,14 +193,14 @@ DIFFERENTIATING: ContextVar[bool] = ContextVar("aioreplica_differentiating", def
 CREATORS: ContextVar[tuple[tuple[object, Any], ...]] = ContextVar("aioreplica_creators", default=())
 """Functions that make variables here, outermost first, each with the strategy that it is for."""
 
-BESIDE: ContextVar[Any] = ContextVar("aioreplica_beside", default=None)
+BESIDE: ContextVar[object] = ContextVar("aioreplica_beside", default=None)
 """Variable beside which new ones are to live; strategies with one place for all need not look."""
 
 
 class Carrier(Protocol):
     """Carrier of objects to another process and back."""
 
-    def refer(self, thing: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def refer(self, thing: Any) -> tuple[Callable[..., object], tuple[object, ...]]:
         """Return what `thing.__reduce__` shall give: it is sent as a name, not as a copy."""
 
 

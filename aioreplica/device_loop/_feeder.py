@@ -124,7 +124,7 @@ class KeptIterators:
         return f"<KeptIterators | {len(self._kept)}>"
 
 
-def open_iterator(source: object) -> Iterator[Any] | AsyncIterator[Any]:
+def open_iterator(source: object) -> Iterator[object] | AsyncIterator[object]:
     """Return the iterator of what run_steps was given; an iterator is its own.
 
     Raises:
@@ -194,7 +194,7 @@ class Feeder(ABC):
         """True if the loop has all it wants, or wants nothing any more."""
         return self._infeed.num_put >= self._num_wanted or self._infeed.is_aborted
 
-    def _put(self, element: Any) -> None:
+    def _put(self, element: object) -> None:
         """Put one element; a tuple is spread over the inputs of the step function.
 
         Raises:
@@ -497,7 +497,7 @@ def new_feeder(
     return TaskFeeder(iterator, iterators, infeed, steps, num_wanted)
 
 
-def _parts(element: tuple[Any, ...], num_replicas: int) -> Sequence[tuple[object, ...]]:
+def _parts(element: tuple[object, ...], num_replicas: int) -> Sequence[tuple[object, ...]]:
     values = []
     for leaf in element:
         if type(leaf) is not PerReplica or len(leaf.values) != num_replicas:

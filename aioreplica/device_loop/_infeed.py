@@ -130,7 +130,7 @@ class Infeed:
             self._wake()
         return item  # type: ignore[no-any-return]  # what `put` was given
 
-    def take_all(self, most: int) -> tuple[list[list[tuple[Any, ...]]], bool]:
+    def take_all(self, most: int) -> tuple[list[list[tuple[object, ...]]], bool]:
         """Take the steps that are there, on the one thread that takes for all devices.
 
         Args:
@@ -142,7 +142,7 @@ class Infeed:
         Cancellation:
             A CancelledError once the infeed is aborted.
         """
-        found: list[list[tuple[Any, ...]]] = []
+        found: list[list[tuple[object, ...]]] = []
         last = self._queues[self._hosts[-1][-1]]  # what is there for it is there for all
         is_end = False
         while len(found) < most and not last.is_empty:

@@ -17,7 +17,7 @@ from ..replica import RunningReplica, add_note_once
 T = TypeVar("T")
 
 
-def outside_compilation(fn: Callable[..., Any], /, *args: object, **kwargs: object) -> Any:
+def outside_compilation(fn: Callable[..., object], /, *args: object, **kwargs: object) -> Any:
     """Run a function on the host, from inside a device program, and wait for its result.
 
     On the event loop things are possible that are not on a device thread: awaiting, logging,
@@ -92,7 +92,7 @@ class _Leave:
         self._replica = replica
         self._site = f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
-    def __call__(self, name: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def __call__(self, name: str, fn: Callable[..., object], args: tuple[Any, ...]) -> object:
         """Run `fn(*args)` on the event loop in the cluster `name`."""
         replica = self._replica
         place = Place(replica.runtime, replica.outside(), is_outside=True)
@@ -108,7 +108,7 @@ class _Leave:
             raise
 
 
-def _in_cluster(name: str, fn: Callable[..., T], *args: Any) -> T:
+def _in_cluster(name: str, fn: Callable[..., T], *args: object) -> T:
     CLUSTER.set(name)  # the context is a copy, made for this call
     LOOP.set(None)  # what is written here is not the step's update
     result = fn(*args)

@@ -15,7 +15,7 @@ from ..devices import follow_others
 from ..errors import ContextError, MergeMismatchError, ReplicaRow
 from ..replica import RunningReplica, add_note_once
 from ..telemetry import EventLog, source_line
-from ..tree import leaves
+from ..tree import Tree, leaves
 from ..typing import OpName, ReduceOp
 from ..values import PerReplica, regroup_results
 from ._infeed import Infeed
@@ -23,7 +23,7 @@ from ._infeed import Infeed
 
 def run_loop(
     replica: RunningReplica,
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     context: MultiStepContext,
     loop_step: LoopStep,
     infeed: Infeed,
@@ -74,7 +74,7 @@ def _refused(result: Any) -> str:
     return UNFINISHED[type(result)]
 
 
-Reduce = Callable[[ReduceOp, Any], Awaitable[Any]]
+Reduce = Callable[[ReduceOp, Tree], Awaitable[Tree]]
 
 
 @final
@@ -117,7 +117,7 @@ class MultiStepContext:
         replica_id: int | None = None,
         first_step: int = 0,
     ) -> None:
-        self.last_step_outputs: dict[str, Any] = dict(last_step_outputs or {})
+        self.last_step_outputs: dict[str, Tree] = dict(last_step_outputs or {})
         self.non_tensor_outputs: dict[str, Any] = dict(non_tensor_outputs or {})
         self.steps_run = steps_run
         self.error: Exception | None = None
@@ -129,7 +129,7 @@ class MultiStepContext:
         self._sites: dict[str, tuple[CodeType, int]] = {}
 
     def set_last_step_output(
-        self, name: str, value: Any, reduce_op: ReduceOp | OpName | None = None
+        self, name: str, value: object, reduce_op: ReduceOp | OpName | None = None
     ) -> None:
         """Set an output, which the next step finds in `last_step_outputs`.
 
@@ -154,7 +154,7 @@ class MultiStepContext:
         self._ops[name] = op
         self.last_step_outputs[name] = value
 
-    def set_non_tensor_output(self, name: str, value: Any) -> None:
+    def set_non_tensor_output(self, name: str, value: object) -> None:
         """Set an output that is any object and is never combined.
 
         Args:

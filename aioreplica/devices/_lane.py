@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, final
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, final
 
 from ..context import REGISTRY
 from ..errors import DeviceError
@@ -22,7 +22,7 @@ from ._op import AnyOp, Op, OpProcess, OpTracker, observers_of_all
 from ._streams import DeviceStreams
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
+    from ..tree import Array
 
 T = TypeVar("T")
 STOPPED_S = 0.1  # how often a thread that wants its lane back checks whether it was stopped
@@ -62,7 +62,7 @@ class Publication(NamedTuple):
 
     key: tuple[int, Hashable]
     num_writes: int
-    array: npt.NDArray[Any]
+    array: Array
 
 
 class LaneProcess(OpProcess, Protocol):

@@ -470,7 +470,7 @@ class OpTracker:
                 return op
         return None
 
-    def blocks(self, replica_id: int, task: asyncio.Future[Any] | None) -> bool:
+    def blocks(self, replica_id: int, task: asyncio.Future[object] | None) -> bool:
         """Tell whether a task can do nothing but wait for the one op of its replica in flight."""
         own = [op for op in self.pending if op.replica_id == replica_id]
         awaited = _awaited_op(task) if isinstance(task, asyncio.Task) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
-from typing import Any, Generic, TypeVar, final
+from typing import Generic, TypeVar, final
 
 from ._loop import new_waiter, require_loop, wait_until_done
 
@@ -28,7 +28,7 @@ class OwnedTask(Generic[T]):
     __slots__ = ("_task",)
 
     def __init__(
-        self, work: Coroutine[Any, Any, T], name: str, *, context: Context | None = None
+        self, work: Coroutine[object, None, T], name: str, *, context: Context | None = None
     ) -> None:
         loop = asyncio.get_running_loop()
         self._task = asyncio.Task(work, loop=loop, name=name, context=context)
@@ -91,7 +91,7 @@ class OwnedTask(Generic[T]):
             raise cancelled[0]
         return has_ended
 
-    def __await__(self) -> Generator[Any, Any, T]:
+    def __await__(self) -> Generator[object, None, T]:
         """Wait for the result; cancelling the wait cancels the task."""
         return self._task.__await__()
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..devices import INLINE_BYTES, run_on_host
-from ..tree import flatten, paths, unflatten
+from ..tree import Array, Tree, flatten, paths, unflatten
 from ._batches import columns_of, spec_of, to_array
 from ._options import as_count
 from ._shuffle import KeyedPermutation
@@ -93,7 +93,7 @@ class ArrayDataset:
         return self._batch_size
 
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> Tree:
         """The pytree of `ArraySpec` of a batch."""
         return spec_of(self._rows.like())
 
@@ -102,7 +102,7 @@ class ArrayDataset:
         full, rest = divmod(self.num_examples, self._batch_size)
         return full + (rest > 0 and not self._drop_remainder)
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Any]:
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Tree]:
         """Yield the global batches of an epoch, in order.
 
         Args:
@@ -119,7 +119,7 @@ class ArrayDataset:
             return "in order"
         return self._seed if self._reshuffles else f"{self._seed}, the same in every epoch"
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Tree]:
         """Yield the batches of epoch 0."""
         return self.batches(0)
 
@@ -193,7 +193,7 @@ class Table(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, rows: Any) -> Mapping[str, Any]: ...
+    def __getitem__(self, rows: Any) -> Mapping[str, object]: ...
 
 
 class Rows(ABC):
@@ -210,11 +210,11 @@ class Rows(ABC):
         """Return True if so many rows are read in microseconds, without touching a disk."""
 
     @abstractmethod
-    def read(self, picked: Picked) -> Any:
+    def read(self, picked: Picked) -> Tree:
         """Return the chosen rows as a pytree of arrays."""
 
     @abstractmethod
-    def like(self) -> Any:
+    def like(self) -> Tree:
         """Return a small batch with the structure, shapes and dtypes of the others."""
 
     def shapes(self) -> list[str]:
@@ -275,11 +275,11 @@ class ArrayRows(Rows):
             return False
         return not (shuffled or _is_torch_loaded()) or num_rows * self._row_bytes < INLINE_BYTES
 
-    def like(self) -> Any:
+    def like(self) -> Tree:
         """Return an empty batch."""
         return self.read(slice(0, 0))
 
-    def read(self, picked: Picked) -> Any:
+    def read(self, picked: Picked) -> Tree:
         """Return views of a slice, copies of anything else."""
         chosen = [array[picked] for array in self._arrays]
         if type(picked) is slice and (self._is_mapped or _is_torch_loaded()):
@@ -299,11 +299,11 @@ class TableRows(Rows):
         """Never: a table may have to read a file."""
         return False
 
-    def like(self) -> Any:
+    def like(self) -> Tree:
         """Return one row: an empty column has lost its dtype."""
         return self.read(slice(0, 1))
 
-    def read(self, picked: Picked) -> Any:
+    def read(self, picked: Picked) -> Tree:
         """Return a dict of arrays."""
         rows: object = picked if isinstance(picked, slice) else picked.tolist()
         columns = self._table[rows]
@@ -329,7 +329,7 @@ def _is_torch_loaded() -> bool:
     return "torch" in sys.modules
 
 
-def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _read_only(array: Array) -> Array:
     view = array.view()
     view.flags.writeable = False
     return view

@@ -13,9 +13,9 @@ import numpy as np
 
 from ..devices import INLINE_BYTES, device, run_on_host, run_together
 from ..devices.backends import Backend, find_backends
-from ..tree import TreeSpec, flatten, unflatten
+from ..tree import Array, Tree, TreeSpec, flatten, unflatten
 from ..values import new_per_replica
-from ._batches import Array, BatchReader, columns_of, cut_leaves, spec_of, split_sizes
+from ._batches import BatchReader, columns_of, cut_leaves, spec_of, split_sizes
 from ._options import InputOptions
 from ._read_ahead import ReadAhead
 from ._source import Item, Pass, Source, Start
@@ -383,7 +383,7 @@ class ReplicaBatches:
         self._like[len(self._parts)] = [np.empty_like(array[:0]) for array in arrays]
         self._parts.append(arrays)
 
-    async def take(self) -> Any | None:
+    async def take(self) -> Tree | None:
         """Return the step's batch and begin the next; None if it is left out.
 
         Raises:
@@ -465,7 +465,7 @@ class Joiner:
         self._backends: list[Backend | None] = [None] * len(self._device_names)
         if to_devices and not has_plain_values:
             self._backends = [_backend_of_device(name) for name in self._device_names]
-        self.element_spec: Any = None
+        self.element_spec: Tree = None
         self.places = any(backend is not None for backend in self._backends)
 
     def see(self, arrays: list[Array], spec: TreeSpec) -> None:
@@ -481,7 +481,7 @@ class Joiner:
         on_devices = zip(self._backends, parts, self._device_names, strict=True)
         return await run_together([partial(_put_all, *each) for each in on_devices])
 
-    def join(self, parts: Sequence[Sequence[object]], spec: TreeSpec) -> Any:
+    def join(self, parts: Sequence[Sequence[object]], spec: TreeSpec) -> Tree:
         """Return the batch: PerReplica leaves, or the plain parts of the only replica."""
         if self._has_plain_values:
             return unflatten(spec, list(parts[0]))

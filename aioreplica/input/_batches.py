@@ -11,13 +11,10 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
-import numpy.typing as npt
 
 from ..devices.backends import find_backends
-from ..tree import TreeSpec, flatten, leaves, map_leaves, paths, unflatten
+from ..tree import Array, DType, Tree, TreeSpec, flatten, leaves, map_leaves, paths, unflatten
 from ..values import DistributedValues
-
-Array = npt.NDArray[Any]
 
 TABLES = {"pandas": ("DataFrame",), "polars": ("DataFrame",), "pyarrow": ("Table", "RecordBatch")}
 COLUMNS = {
@@ -41,10 +38,10 @@ class ArraySpec:
     """
 
     shape: tuple[int | None, ...]
-    dtype: np.dtype[Any]
+    dtype: DType
 
 
-def spec_of(batch: object) -> Any:
+def spec_of(batch: object) -> Tree:
     """Return the pytree of specs of a batch of NumPy arrays.
 
     Example:
@@ -181,7 +178,7 @@ def cut_leaves(arrays: list[Array], sizes: tuple[int, ...]) -> list[list[Array]]
     return [[array[cut] for array in arrays] for cut in bounds]
 
 
-def split_batch(batch: object, num_replicas: int) -> list[Any]:
+def split_batch(batch: object, num_replicas: int) -> list[Tree]:
     """Cut a pytree of arrays along the leading axis into one contiguous part per replica.
 
     The parts are views. A replica beyond the batch's size gets an empty part.
@@ -220,7 +217,7 @@ def num_examples(batch: object) -> int:
     raise ValueError(f"A batch holds arrays with one row per example, got {batch!r}.")
 
 
-def columns_of(batch: object) -> Any:
+def columns_of(batch: object) -> Tree:
     """Return a pytree with a dict of columns in place of every table; columns keep their dtypes.
 
     Raises:
@@ -310,7 +307,7 @@ def _read_arrow(column: Any) -> tuple[int, Array | None]:
     return 0, column.to_numpy(zero_copy_only=False)
 
 
-_READERS: dict[str, Callable[[Any], tuple[int, Array | None]]] = {
+_READERS: dict[str, Callable[[object], tuple[int, Array | None]]] = {
     "pandas": _read_pandas,
     "polars": _read_polars,
     "pyarrow": _read_arrow,

@@ -23,9 +23,9 @@ from ..devices import (
     run_on_host,
     run_on_lane,
 )
-from ..tree import TreeSpec, flatten, paths, unflatten
+from ..tree import Array, Tree, TreeSpec, flatten, paths, unflatten
 from ._array_dataset import ArrayDataset, array_source
-from ._batches import Array, columns_of, to_array
+from ._batches import columns_of, to_array
 from ._iterables import label_of, source_of
 from ._options import as_count
 from ._read_ahead import ReadAhead
@@ -63,7 +63,7 @@ class Dataset:
     def __init__(self, source: object) -> None:
         self._source = find_source(source)
 
-    def map(self, fn: Callable[[Any], Any], *, num_parallel: int = 4) -> Dataset:
+    def map(self, fn: Callable[[Tree], Tree], *, num_parallel: int = 4) -> Dataset:
         """Apply a function to each item.
 
         Args:
@@ -110,7 +110,7 @@ class Dataset:
 
         return Dataset(replace(source, read=read, is_inline=False))
 
-    async def __aiter__(self) -> AsyncGenerator[Any, None]:
+    async def __aiter__(self) -> AsyncGenerator[Tree, None]:
         """Yield the items of one pass."""
         async with aclosing(self._source.read(Start())) as items:
             async for item in items:
@@ -142,7 +142,7 @@ def find_source(dataset: object) -> Source:
 _Call: TypeAlias = Op[Any] | OwnedTask[Any]
 
 
-def _mapped(source: Source, fn: Callable[[Any], Any], num_parallel: int) -> Source:
+def _mapped(source: Source, fn: Callable[[Tree], Tree], num_parallel: int) -> Source:
     """Return what `fn` makes of each item of a source; its offsets are those of the source."""
     label = f"{source.label}.map({label_of(fn).removeprefix('function ')})"
 
@@ -160,7 +160,7 @@ def _mapped(source: Source, fn: Callable[[Any], Any], num_parallel: int) -> Sour
 
 
 async def _map(
-    items: Pass, fn: Callable[[Any], Any], num_parallel: int, label: str
+    items: Pass, fn: Callable[[Tree], Tree], num_parallel: int, label: str
 ) -> AsyncGenerator[Item, None]:
     """Wait for the calls in order, while a task reads on and starts the next ones.
 
@@ -191,7 +191,7 @@ async def _map(
 
 
 async def _start_calls(
-    items: Pass, fn: Callable[[Any], Any], calls: deque[_Call]
+    items: Pass, fn: Callable[[Tree], Tree], calls: deque[_Call]
 ) -> AsyncGenerator[Item, None]:
     """Give items with a started call in place of each value.
 
@@ -277,7 +277,7 @@ async def _stacked(items: list[Item], where: str) -> Item:
     return items[-1]._replace(value=unflatten(spec, stacked))
 
 
-def _columns(examples: list[Any], where: str) -> tuple[list[list[Array]], TreeSpec]:
+def _columns(examples: list[object], where: str) -> tuple[list[list[Array]], TreeSpec]:
     """Return one list of arrays per leaf, all of one shape."""
     rows: list[list[Array]] = []
     _, spec = flatten(examples[0])

@@ -10,7 +10,7 @@ from typing import Any, Self, final
 
 from ..context import PLACE
 from ..errors import ContextError
-from ..tree import unflatten
+from ..tree import Tree, unflatten
 from ..values import StepGate
 from ._batches import BatchReader, spec_of
 from ._epoch import Epoch, GoOn, OpenLoops
@@ -89,7 +89,7 @@ class DistributedDataset:
             raise self._closed_error()
         return DistributedIterator(self)
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self) -> Tree:
         """Return the next batch of a loop that the dataset itself keeps; at its end, begin anew.
 
         An `async for` begins a loop of its own, and so ends this one.
@@ -182,7 +182,7 @@ class DistributedDataset:
         return num_batches
 
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> Tree:
         """The pytree of `ArraySpec` of a replica's part of a batch; None is the batch axis.
 
         Raises:
@@ -196,7 +196,7 @@ class DistributedDataset:
             )
         return spec
 
-    def _spec_of_first(self) -> Any | None:
+    def _spec_of_first(self) -> Tree | None:
         """Return the specs of the first batch, if the source has one without reading."""
         first = self._source.like()
         if first is None:
@@ -345,14 +345,14 @@ class DistributedIterator:
         return self._epoch is not None and not self._epoch.is_over
 
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> Tree:
         """The same as of its dataset."""
         return self._dataset.element_spec
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Any:
+    async def __anext__(self) -> Tree:
         """Return the next batch.
 
         Raises:
@@ -449,7 +449,7 @@ def _fingerprint_of(identity: tuple[object, ...]) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def _pack_state(place: Start, num_pipelines: int, fingerprint: int) -> dict[str, Any]:
+def _pack_state(place: Start, num_pipelines: int, fingerprint: int) -> dict[str, object]:
     """Return a place as plain data."""
     state: dict[str, object] = {
         "version": place.version,

@@ -49,10 +49,10 @@ CURE = (
 class Stateful(Protocol):
     """An object that gives its state as plain data: a dataset of ours, a `StatefulDataLoader`."""
 
-    def state_dict(self) -> Any:
+    def state_dict(self) -> object:
         """Return the state; of a dataset, behind what it has yielded."""
 
-    def load_state_dict(self, state: Any, /) -> Any:
+    def load_state_dict(self, state: Any, /) -> object:
         """Take a state back; the next iterator of a dataset goes on from it."""
 
 
@@ -186,7 +186,7 @@ def _length_of(dataset: object) -> int | None:
         return None
 
 
-async def _close_unused(unused: list[Any]) -> None:
+async def _close_unused(unused: list[object]) -> None:
     """Close an iterator that was given but never read."""
     given = unused.pop() if unused else None
     for name in ("aclose", "close"):
@@ -276,10 +276,10 @@ class _ThreadReader:
         self._own = own
         self._label = label
         self.own_state = start.own_state
-        self.iterator: Iterator[Any] | None = None
+        self.iterator: Iterator[object] | None = None
         self.made: Any = None
 
-    def advance(self) -> Any:
+    def advance(self) -> object:
         """Return the next value; make the iterator if there is none."""
         if self.iterator is None:
             if self._own is not None and self.own_state is not None:

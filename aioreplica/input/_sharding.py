@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any, TypeVar, final
+from typing import TypeVar, final
 
+from ..tree import Tree
 from ._iterables import iterable_source
 from ._source import Source
 
@@ -35,7 +36,7 @@ class Files:
     def __init__(
         self,
         paths: Sequence[str | PathLike[str]],
-        read: Callable[[str | PathLike[str]], Iterable[Any]],
+        read: Callable[[str | PathLike[str]], Iterable[object]],
     ) -> None:
         if isinstance(paths, (str, bytes, PathLike)):
             raise TypeError(f"Files takes a list of paths, got {paths!r}. Write [{paths!r}].")
@@ -59,7 +60,7 @@ class Files:
         """
         return Files(shard_items(self._paths, num_input_pipelines, input_pipeline_id), self._read)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Tree]:
         """Yield what the files hold."""
         for path in self._paths:
             found = iter(self._read(path))

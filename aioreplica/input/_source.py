@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, final
 
+from ..tree import Tree
+
 VERSION = 2  # of states; with 1, small datasets too were shuffled without a list
 
 
@@ -29,7 +31,7 @@ class Start:
 
     epoch: int = 0
     offset: int = 0
-    own_state: Any = None
+    own_state: object = None
     may_be_over: bool = False
     version: int = VERSION
 
@@ -44,9 +46,9 @@ class Item(NamedTuple):
         own_state: The source's own state behind it, if it keeps one.
     """
 
-    value: Any
+    value: Tree
     offset: int
-    own_state: Any = None
+    own_state: object = None
 
 
 class Pass(Protocol):
@@ -56,7 +58,7 @@ class Pass(Protocol):
 
     def __anext__(self) -> Awaitable[Item]: ...
 
-    def aclose(self) -> Coroutine[Any, Any, None]: ...
+    def aclose(self) -> Coroutine[object, None, None]: ...
 
 
 async def _nothing_to_close() -> None:
@@ -90,7 +92,7 @@ class Source:
     identity: Callable[[], tuple[Any, ...]]
     num_items: Callable[[], int | None] = lambda: None
     offset_after: Callable[[int], int] = lambda num_items: num_items
-    like: Callable[[], Any] = lambda: None
+    like: Callable[[], Tree] = lambda: None
     aclose: Callable[[], Awaitable[None]] = _nothing_to_close
     is_inline: bool = False
     is_kept: bool = False

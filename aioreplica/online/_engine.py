@@ -10,12 +10,13 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
-from typing import Any, final
+from typing import final
 
 from ..checkpoint import Savepoint, model_variables
 from ..context import Living
 from ..devices import OwnedTask, running_loop
 from ..errors import JournalError, LoopMismatchError, StallError
+from ..tree import Tree
 from ._intake import Intake, Taken, dead_error
 from ._journal import DeadLetters, OpenJournal
 from ._journal_format import MAIN
@@ -43,7 +44,7 @@ class Engine:
     def __init__(
         self,
         settings: Settings,
-        step_fn: Callable[..., Any],
+        step_fn: Callable[..., object],
         before: Engine | None,
         model: str = MAIN,
         owner: Engine | None = None,
@@ -378,7 +379,7 @@ class Engine:
         self.learning.last_version = self.serving.renumber(version)
 
     @property
-    def kept(self) -> Mapping[str, Any]:
+    def kept(self) -> Mapping[str, Tree]:
         """Facts for a checkpoint, beside the variables and how far they have learned."""
         judged = {} if self.prequential is None else self.prequential.kept
         return {"served": self.serving.kept, "judged": judged}

@@ -9,12 +9,9 @@ from functools import lru_cache
 from typing import Any, final
 
 import numpy as np
-import numpy.typing as npt
 
 from ..checkpoint import DTYPES, dtype_of, tensors_header
-from ..tree import decode, encode, flatten, unflatten
-
-Array = npt.NDArray[Any]
+from ..tree import Array, DType, Tree, decode, encode, flatten, unflatten
 
 _NUMBERS = {bool: np.bool_, int: np.int64, float: np.float64}
 _MAX_INT = 2**63
@@ -59,7 +56,7 @@ class ExampleSpec:
         self._template = as_example(template)
         self._finite = finite
 
-    def __call__(self, example: object) -> Any:
+    def __call__(self, example: object) -> Tree:
         """Return the example as the template has it.
 
         Raises:
@@ -152,7 +149,7 @@ def _described(template: object) -> str:
     return str(unflatten(spec, named)).replace("'", "")
 
 
-def as_example(given: object) -> Any:
+def as_example(given: object) -> Tree:
     """Return an example as the learner keeps it: plain containers, read-only arrays, numbers.
 
     It is the same whether it stays in memory or comes back from the journal. Arrays are copied,
@@ -168,7 +165,7 @@ def as_example(given: object) -> Any:
     return found
 
 
-def _plain(node: Any, depth: int) -> Any:
+def _plain(node: Any, depth: int) -> Tree:
     kind = type(node)
     if kind in _NUMBERS:
         if kind is int and not -_MAX_INT <= node < _MAX_INT:
@@ -231,7 +228,7 @@ def spec_version_of(data: bytes) -> int:
     return int(load_tensors(memoryview(data))[0].get("spec_version", 1))
 
 
-def unpack_example(data: bytes) -> Any:
+def unpack_example(data: bytes) -> Tree:
     """Return the example that was packed.
 
     Raises:
@@ -247,7 +244,7 @@ def unpack_example(data: bytes) -> Any:
 # ---- stacking ----------------------------------------------------------------------------
 
 
-def stack_examples(examples: Sequence[object]) -> Any:
+def stack_examples(examples: Sequence[object]) -> Tree:
     """Stack examples into a batch, leaf by leaf.
 
     Raises:
@@ -287,7 +284,7 @@ def _stacked(column: list[Any]) -> Array:
 
 
 @lru_cache(maxsize=256)
-def can_store(dtype: np.dtype[Any]) -> bool:
+def can_store(dtype: DType) -> bool:
     """Tell whether arrays of a dtype can be stored."""
     return dtype.name in _NAMES and dtype.isnative
 

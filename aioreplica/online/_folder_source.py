@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from .._functions import is_async, require_no_yield
 from ..devices import run_on_host
@@ -46,7 +46,7 @@ class FolderSource:
         folder: str | os.PathLike[str],
         *,
         pattern: str = "*.jsonl",
-        parse: Callable[[str], Any] = json.loads,
+        parse: Callable[[str], object] = json.loads,
         poll_s: float = 1.0,
     ) -> None:
         require_no_yield(parse, "FolderSource")

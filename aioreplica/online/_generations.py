@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ..checkpoint import CheckpointManager, plain_value
 from ..errors import JournalError
+from ..tree import Tree
 from ._journal_format import MAIN, JournalFacts, Rollback
 
 
@@ -89,7 +89,7 @@ def require_own(manager: CheckpointManager, path: Path, journal: str, model: str
 
 
 def require_match(
-    saved: Mapping[str, Any], generation: int, path: Path, facts: JournalFacts
+    saved: Mapping[str, Tree], generation: int, path: Path, facts: JournalFacts
 ) -> None:
     """Check that what a checkpoint says of a journal is so.
 

@@ -15,12 +15,13 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 from weakref import ref
 
 import anyio
 
 from ..errors import ContextError, JournalError, PoisonedExampleError
+from ..tree import Tree
 from ._example import as_example, unpack_example
 from ._journal import OpenJournal
 from ._journal_format import Entry, Waiting
@@ -52,7 +53,7 @@ class Taken(NamedTuple):
     """
 
     number: int
-    example: Any
+    example: Tree
     ticket: Ticket | None
     since: float
 
@@ -68,13 +69,13 @@ class ExampleGroup:
         entry: What the journal is given; None without one.
     """
 
-    examples: Sequence[Any]
+    examples: Sequence[Tree]
     tickets: tuple[Ticket, ...]
     entry: Entry | None
 
     @staticmethod
     def of(
-        examples: Sequence[Any],
+        examples: Sequence[Tree],
         key: str | None,
         is_journalled: bool,
         *,
@@ -469,7 +470,7 @@ def checked_group(
     examples: Sequence[object],
     key: str | None,
     size: int,
-    validate: Callable[[Any], Any] | None,
+    validate: Callable[[Tree], Tree] | None,
     is_journalled: bool,
 ) -> ExampleGroup:
     """Return the submission of some examples, checked; see `OnlineLearner.submit_many`."""

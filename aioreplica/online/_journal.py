@@ -18,6 +18,7 @@ from typing import Any, final
 
 from ..devices import OwnLane, wait_until_done
 from ..errors import JournalError
+from ..tree import Tree
 from ._example import unpack_example
 from ._journal_file import JournalFile
 from ._journal_format import MAIN, Appended, Dead, Entry, JournalFacts, Rollback, Row, Waiting
@@ -174,7 +175,7 @@ class OpenJournal:
     async def rows(self, after: int, limit: int) -> list[Row]:
         return await self._lane.run(self._file.rows, after, limit, self.model)
 
-    def example_of(self, row: Row) -> Any:
+    def example_of(self, row: Row) -> Tree:
         """Return the example of a row, as the program has it now.
 
         Raises:
@@ -183,7 +184,7 @@ class OpenJournal:
         """
         return self.migrated(row.number, unpack_example(row.body))
 
-    def migrated(self, number: int, example: Any) -> Any:
+    def migrated(self, number: int, example: object) -> Tree:
         """Return an example that was taken as a number, as the program has it now; as above."""
         version = self._spec_version_of(number)
         return self._schema.example(example, version, f"Example {number} in {self._path}")
@@ -350,7 +351,7 @@ def checked_count(name: str, value: Any) -> int:
     return value
 
 
-def checked_seconds(name: str, value: Any) -> float:
+def checked_seconds(name: str, value: object) -> float:
     """Return a finite number of seconds, not negative; ValueError or TypeError if it is not one."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number of seconds, got {value!r}.")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, final
 
 from ..checkpoint import FileLock
 from ..errors import AioReplicaError, JournalError
+from ..tree import Tree
 
 APPLICATION_ID = 0x61724F6C  # "arOl"
 NO_ROOM = {"SQLITE_IOERR_SHMSIZE", "SQLITE_IOERR_SHMMAP", "SQLITE_IOERR_SHMOPEN", "SQLITE_FULL"}
@@ -98,7 +99,7 @@ class Waiting(NamedTuple):
     """
 
     id: str
-    kept: Mapping[str, Any]
+    kept: Mapping[str, Tree]
     spec_version: int = 1
 
 
@@ -134,7 +135,7 @@ class Entry(NamedTuple):
         progress: The source that the examples come from.
     """
 
-    examples: Sequence[Any]
+    examples: Sequence[Tree]
     key: str | None = None
     revived: tuple[str, int] | None = None
     label: Label | None = None

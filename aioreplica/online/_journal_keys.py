@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import JournalError, KeyReusedError
+from ..tree import Tree
 from ._example import pack_example, spec_version_of, unpack_example
 from ._journal_format import Entry, Progress, Waiting
 
@@ -110,7 +111,7 @@ def begin_spec(run: Run, spec_version: int, number: int) -> None:
     run("INSERT OR IGNORE INTO facts VALUES (?, ?)", f"{SPEC}{spec_version}", number)
 
 
-def specs_of(path: Path, facts: Mapping[str, Any], spec_version: int | None) -> dict[int, int]:
+def specs_of(path: Path, facts: Mapping[str, Tree], spec_version: int | None) -> dict[int, int]:
     """Return from which number on rows have which spec version.
 
     Raises:

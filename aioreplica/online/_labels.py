@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import ContextError
+from ..tree import Tree
 from ._example import as_example
 from ._intake import ExampleGroup, checked_key, is_unicode
 from ._journal_format import Entry, Label, Waiting
@@ -32,7 +33,7 @@ def expect(engine: Engine, x: object, prediction: object, name: str | None) -> s
     return name
 
 
-async def expected(engine: Engine, name: str) -> Mapping[str, Any]:
+async def expected(engine: Engine, name: str) -> Mapping[str, Tree]:
     """See `OnlineLearner.expected`."""
     _require_kept(engine)
     found = await engine.intake.expected(checked_key("prediction_id", name))

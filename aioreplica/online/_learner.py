@@ -11,6 +11,7 @@ from typing import Any, Self, final
 from ..checkpoint import CheckpointManager
 from ..errors import ContextError
 from ..strategies import Strategy
+from ..tree import Tree
 from ..values import Snapshot
 from ._engine import CLOSED, Engine, require_loop
 from ._intake import ExampleGroup, checked_group
@@ -226,7 +227,7 @@ class OnlineLearner:
         """
         return expect(self._open_engine(), x, prediction, prediction_id)
 
-    async def expected(self, prediction_id: str) -> Mapping[str, Any]:
+    async def expected(self, prediction_id: str) -> Mapping[str, Tree]:
         """Return what `expect` keeps: "input", and "prediction" if there was one.
 
         Raises:

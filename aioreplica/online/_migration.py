@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import final
 
 from .._functions import is_async, require_no_yield
 from ..checkpoint import (
@@ -29,7 +29,8 @@ from ..checkpoint import (
     relabelled,
 )
 from ..errors import CheckpointError, JournalError
-from ._example import Array, ExampleSpec, as_example
+from ..tree import Array, Tree
+from ._example import ExampleSpec, as_example
 from ._journal_format import Waiting
 
 _VARIABLES = "variables/"
@@ -62,7 +63,7 @@ class Migration:
         Migration(renamed={'w': 'model/w'}, added=(), removed=())
     """
 
-    examples: Callable[[Any], Any] | None = field(default=None, repr=False)
+    examples: Callable[[Tree], Tree] | None = field(default=None, repr=False)
     renamed: Mapping[str, str] = field(default_factory=dict)
     added: Collection[str] = ()
     removed: Collection[str] = ()
@@ -123,7 +124,7 @@ class Schema:
         self,
         version: object,
         migrate: object = None,
-        validate: Callable[[Any], Any] | None = None,
+        validate: Callable[[Tree], Tree] | None = None,
         state: object = None,
     ) -> None:
         if isinstance(version, bool) or not isinstance(version, int):
@@ -192,7 +193,7 @@ class Schema:
 
     # ---- examples ------------------------------------------------------------------------
 
-    def example(self, given: Any, version: int, what: str) -> Any:
+    def example(self, given: Tree, version: int, what: str) -> Tree:
         """Return an example of a version as the program has it.
 
         Raises:
@@ -210,7 +211,7 @@ class Schema:
                 ) from error
         return found
 
-    def labelled(self, example: Any, waiting: Waiting) -> Any:
+    def labelled(self, example: Tree, waiting: Waiting) -> Tree:
         """Return an example made of a prediction and its label, which `validate` looks at next.
 
         Raises:
@@ -218,7 +219,7 @@ class Schema:
         """
         return self._migrated(example, waiting.spec_version, f"The prediction {waiting.id!r}")
 
-    def _migrated(self, given: Any, version: int, what: str) -> Any:
+    def _migrated(self, given: Tree, version: int, what: str) -> Tree:
         try:
             steps = self._steps_from(version)
         except ValueError as error:
@@ -367,7 +368,7 @@ class Schema:
 
 
 _Names = Callable[[str], str | None]
-Facts = dict[str, Any]  # Any: plain data, see `Saving`
+Facts = dict[str, Tree]  # plain data, see `Saving`
 
 
 def _objects(state: State, key: str) -> dict[str, object]:
@@ -398,6 +399,6 @@ def _require_fit(step: Migration, keys: Collection[str], what: str, number: int)
             )
 
 
-def _shown(example: object) -> str:
+def _shown(example: Tree) -> str:
     text = repr(example)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."

@@ -14,16 +14,15 @@ from inspect import isawaitable
 from typing import Any, NamedTuple, Protocol, final
 
 import numpy as np
-import numpy.typing as npt
 
 from .._functions import require_no_yield
 from ..metrics import Metric
+from ..tree import Array, Tree
 from ..values import Snapshot
 from ._example import stack_examples
 from ._failures import described
 from ._intake import Taken
 
-Array = npt.NDArray[Any]
 Figure = Callable[[Array, Array], Any]
 
 
@@ -78,11 +77,11 @@ class Prequential:
 
     def __init__(
         self,
-        predict: Callable[[Snapshot, Any], object],
+        predict: Callable[[Snapshot, Tree], object],
         metrics: Mapping[str, Figure | Metric],
         *,
         window: int = 1000,
-        split: Callable[[Any], tuple[object, object]] | None = None,
+        split: Callable[[Tree], tuple[object, object]] | None = None,
         detector: Callable[[], Detector] | None = None,
         error: Figure | None = None,
         on_drift: Callable[[int, Mapping[str, float]], Awaitable[object] | object] | None = None,
@@ -192,14 +191,14 @@ class Prequential:
     # ---- checkpoints ---------------------------------------------------------------------
 
     @property
-    def kept(self) -> Mapping[str, Any]:
+    def kept(self) -> Mapping[str, Tree]:
         """Facts for a checkpoint."""
         facts = {name: getattr(self, name) for name in _COUNTS}
         if self._newest is None:
             return facts
         return {**facts, "targets": self._newest[0], "predictions": self._newest[1]}
 
-    def load(self, kept: Mapping[str, Any]) -> None:
+    def load(self, kept: Mapping[str, Tree]) -> None:
         """Go on from a checkpoint; the detector begins anew with the errors of its window."""
         for name in _COUNTS:
             setattr(self, name, int(kept.get(name, 0)))
@@ -221,7 +220,7 @@ class Prequential:
 _COUNTS = ("num_judged", "num_drifts", "drift_number")
 
 
-def _input_and_target(batch: Any) -> tuple[object, object]:
+def _input_and_target(batch: Tree) -> tuple[object, object]:
     return batch["input"], batch["target"]
 
 

@@ -25,7 +25,8 @@ from time import time
 from typing import Self, final
 
 from ..errors import CheckpointError
-from ._example import Array, dump_tensors, load_tensors
+from ..tree import Array
+from ._example import dump_tensors, load_tensors
 from ._journal import checked_seconds
 from ._migration import Migration, Schema
 

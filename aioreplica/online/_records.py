@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
+
+from ..tree import Tree
 
 
 @final
@@ -75,6 +77,6 @@ class DeadLetter:
     """
 
     number: int
-    example: Any
+    example: Tree
     error: str
     time: float

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial as bound
-from typing import Any, final
+from typing import final
 
 from ..checkpoint import (
     CheckpointManager,
@@ -16,6 +16,7 @@ from ..checkpoint import (
 )
 from ..devices import OwnedTask, run_on_host
 from ..errors import CheckpointError, JournalError
+from ..tree import Tree
 from ._generations import require_match, require_own, step_before, void_steps
 from ._journal import OpenJournal
 from ._journal_format import MAIN, JournalFacts, Rollback
@@ -27,7 +28,7 @@ class _Progress:
     """Facts that a checkpoint has beside the variables; those of older releases lack some."""
 
     def __init__(self) -> None:
-        self.facts: dict[str, Any] = {"journal": "", "learned": 0, "version": 0}
+        self.facts: dict[str, Tree] = {"journal": "", "learned": 0, "version": 0}
         self.facts |= {
             "generation": 0,
             "served": {},
@@ -36,10 +37,10 @@ class _Progress:
             "spec_version": 1,
         }
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Tree]:
         return dict(self.facts)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Tree]) -> None:
         self.facts |= state
 
 
@@ -87,7 +88,7 @@ class Saving:
         self._waiters: list[asyncio.Future[int]] = []
         self._task: OwnedTask[None] | None = None
         self._failure: CheckpointError | None = None
-        self._before: dict[str, object] = {}
+        self._before: dict[str, Tree] = {}
         self._has_void = False  # perhaps
         self._due_at = math.inf
 
@@ -101,7 +102,7 @@ class Saving:
         """The version of that."""
         return int(self._progress["version"])
 
-    def about(self, name: str) -> Mapping[str, Any]:
+    def about(self, name: str) -> Mapping[str, object]:
         """Return further facts: "served" of `Serving.kept`, "judged" of `Prequential.kept`."""
         return dict(self._progress[name])
 

@@ -21,9 +21,9 @@ from statistics import median
 from typing import Any, final
 
 import numpy as np
-import numpy.typing as npt
 
 from ..devices import run_on_host
+from ..tree import Array, Tree
 from ..values import Snapshot, Variable
 from ._failures import described
 from ._step import StepCheck
@@ -73,7 +73,7 @@ class Candidate:
         return math.hypot(*changed), math.hypot(*total)
 
 
-def _norm(array: npt.NDArray[Any]) -> float:
+def _norm(array: Array) -> float:
     """Return the Euclidean norm; squares of large values do not overflow."""
     sizes = np.abs(array)
     largest = float(sizes.max(initial=0.0))
@@ -219,7 +219,7 @@ class Serving:
         self._publish_if = publish_if
         self._model: Mapping[str, Variable] = {}
 
-    def open(self, model: Mapping[str, Variable], version: int, kept: Mapping[str, Any]) -> None:
+    def open(self, model: Mapping[str, Variable], version: int, kept: Mapping[str, Tree]) -> None:
         """Begin with the variables of a model as they are.
 
         Args:
@@ -316,7 +316,7 @@ class Serving:
             self.served = self.newest
 
     @property
-    def kept(self) -> Mapping[str, Any]:
+    def kept(self) -> Mapping[str, Tree]:
         """Facts for a checkpoint; none as long as the newest version is served."""
         if self.served is self.newest and not self.is_pinned:
             return {}

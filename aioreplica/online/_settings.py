@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -14,7 +14,7 @@ from ..checkpoint import CheckpointManager, Savepoint
 from ..optimizers import Optimizer
 from ..replica import ReplicaContext
 from ..strategies import Strategy
-from ..tree import leaves
+from ..tree import Tree, leaves
 from ..values import Variable
 from ._journal import Journal, checked_count, checked_seconds
 from ._journal_format import MAIN
@@ -26,8 +26,8 @@ from ._sources import Source, checked_sources
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,48}[A-Za-z0-9])?")
 """Names of challengers, which are labels of metrics and parts of requests."""
 
-StepFunction = Callable[[ReplicaContext, Any], Awaitable[Any] | Any]
-Validation = Callable[[Any], Any]
+StepFunction = Callable[[ReplicaContext, Tree], object]
+Validation = Callable[[Tree], Tree]
 
 
 @final
@@ -122,7 +122,7 @@ def settings_of(
 
 
 def check(
-    strategy: Any,
+    strategy: object,
     checkpoints: object,
     validate: object,
     step_check: object,
@@ -151,11 +151,11 @@ def check(
         raise ValueError("step_check and publish_if are one object. Give each one of its own.")
 
 
-def checked_or_none(name: str, value: Any) -> int | None:
+def checked_or_none(name: str, value: object) -> int | None:
     return None if value is None else checked_count(name, value)
 
 
-def checked_errors(value: Any) -> tuple[type[Exception], ...]:
+def checked_errors(value: object) -> tuple[type[Exception], ...]:
     kinds = value if isinstance(value, tuple) else (value,)
     for kind in kinds:
         if not isinstance(kind, type) or not issubclass(kind, Exception):
@@ -173,12 +173,12 @@ def journal_of(given: object) -> Journal | None:
     return given
 
 
-def checked_step_fn(value: Any) -> StepFunction:
+def checked_step_fn(value: object) -> StepFunction:
     if not callable(value):
         raise TypeError(f"step_fn must be a function of ctx and a batch, got {value!r}.")
     refuse_context_passed(value, "OnlineLearner")
     require_no_yield(value, "OnlineLearner")
-    return value  # type: ignore[no-any-return]  # callable; what it takes is seen when it runs
+    return value  # callable; what it takes is seen when it runs
 
 
 def optimizers_of(variables: object) -> list[Optimizer]:

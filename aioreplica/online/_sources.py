@@ -11,8 +11,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Protocol, final
 
+from ..tree import Tree
 from ._example import as_example
 from ._failures import Backoff, described
 from ._intake import ExampleGroup, Intake, is_unicode
@@ -87,7 +88,7 @@ class Follower:
         self,
         name: str,
         source: Source,
-        validate: Callable[[Any], Any] | None,
+        validate: Callable[[Tree], Tree] | None,
         size: int,
         intake: Intake,
         journal: OpenJournal,
@@ -193,7 +194,7 @@ def checked_sources(sources: object, has_journal: bool) -> dict[str, Source]:
 
 def followers(
     sources: Mapping[str, Source],
-    validate: Callable[[Any], Any] | None,
+    validate: Callable[[Tree], Tree] | None,
     size: int,
     intake: Intake,
     journal: OpenJournal | None,

@@ -30,7 +30,7 @@ from ..errors import (
 from ..input import split_batch
 from ..replica import ReplicaContext
 from ..strategies import Strategy, get_replica_context
-from ..tree import leaves
+from ..tree import Tree, leaves
 from ..values import PerReplica
 from ._example import stack_examples
 from ._failures import Backoff, FailuresInARow, blame_of_step, described, has_any
@@ -373,7 +373,7 @@ async def learn(
 
 
 async def _in_time(
-    work: Coroutine[Any, Any, StepResult], num_examples: int, timeout_s: float | None
+    work: Coroutine[object, None, StepResult], num_examples: int, timeout_s: float | None
 ) -> StepResult:
     limit = asyncio.timeout(timeout_s)
     try:
@@ -476,23 +476,23 @@ class _Report:
         self._began = time()
         self._start = perf_counter()
 
-    def step_function(self) -> Callable[[Any], Any]:
+    def step_function(self) -> Callable[[Tree], object]:
         """Return what the strategy runs on each replica: it calls the step function and listens."""
         step_fn = self._step_fn
 
-        async def step_on_loop(batch: Any) -> None:
+        async def step_on_loop(batch: Tree) -> None:
             ctx, began = _current_replica(), perf_counter()
             self._hear(ctx, began, await step_fn(ctx, batch))
 
-        def step_on_device(batch: Any) -> None:
+        def step_on_device(batch: Tree) -> None:
             ctx, began = _current_replica(), perf_counter()
             self._hear(ctx, began, step_fn(ctx, batch))
 
-        chosen: Callable[[Any], object] = step_on_loop if is_async(step_fn) else step_on_device
+        chosen: Callable[[Tree], object] = step_on_loop if is_async(step_fn) else step_on_device
         chosen.__qualname__ = getattr(step_fn, "__qualname__", chosen.__qualname__)
         return chosen
 
-    def _hear(self, ctx: ReplicaContext, began: float, returned: Any) -> None:
+    def _hear(self, ctx: ReplicaContext, began: float, returned: object) -> None:
         scalars = _scalars(returned)
         self._told[ctx.replica_id_in_sync_group] = (
             began - self._start, perf_counter() - self._start, scalars

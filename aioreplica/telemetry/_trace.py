@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, TypeAlias, final
+from typing import TypeAlias, final
 
 from ._observer import (
     Event,
@@ -134,7 +134,7 @@ class TraceRecorder:
         self._device_names = tuple(device_names)
         self._worker_id = worker_id
         self._now = time.monotonic  # looked up now: a test may have put another clock there
-        self._ring: Ring[tuple[Callable[..., None], tuple[Any, ...]]] = Ring(capacity)
+        self._ring: Ring[tuple[Callable[..., None], tuple[object, ...]]] = Ring(capacity)
         self._begun: dict[tuple[int, int | None], float] = {}
         self._queued: dict[int, float] = {}
         self.observer = Observer(

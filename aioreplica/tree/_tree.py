@@ -63,7 +63,7 @@ def register_node(
         ValueError: If `cls` is registered already; a mapping is once an instance was seen.
     """
 
-    def with_entries(node: object) -> tuple[Iterable[Any], object, None]:
+    def with_entries(node: object) -> tuple[Iterable[object], object, None]:
         children, metadata = flatten_fn(node)
         return children, metadata, None
 
@@ -91,7 +91,7 @@ def flatten(tree: Tree) -> tuple[list[Any], TreeSpec]:
     return _flatten(tree)
 
 
-def flatten_arrays(tree: Tree) -> tuple[list[Any], TreeSpec] | None:
+def flatten_arrays(tree: Tree) -> tuple[list[object], TreeSpec] | None:
     """Flatten a list, tuple or dict of nothing but NumPy arrays; None for all other trees."""
     kind = type(tree)
     if kind is dict:
@@ -149,7 +149,7 @@ class _Keys:
         return repr(list(self.given))
 
 
-def _open_mapping(mapping: Any) -> tuple[list[Any], _Keys, tuple[object, ...]]:
+def _open_mapping(mapping: Any) -> tuple[list[object], _Keys, tuple[object, ...]]:
     keys = _Keys(list(mapping), is_ordered=isinstance(mapping, OrderedDict))
     return [mapping[key] for key in keys.sorted], keys, keys.sorted
 
@@ -259,7 +259,9 @@ def describe_structure(spec: TreeSpec) -> str:
     return str(spec).removeprefix("PyTreeSpec(").split(", NoneIsLeaf")[0]
 
 
-def flatten_one_level(tree: Tree) -> tuple[list[Any], Callable[[Sequence[Any]], Tree], Any] | None:
+def flatten_one_level(
+    tree: Tree,
+) -> tuple[list[object], Callable[[Sequence[object]], Tree], object] | None:
     """Open one container: its children, a rebuilder, and a comparable description of its kind.
 
     Returns:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from ..tree import DType
+from ..tree import Array, DType
 
 
 def is_floating(dtype: DType) -> bool:
@@ -79,9 +79,7 @@ class ArrayLike(NDArrayOperatorsMixin, ABC):
     def __len__(self) -> int:
         return len(self.value)
 
-    def __array__(
-        self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
-    ) -> npt.NDArray[Any]:
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
         return np.array(self.value, dtype=dtype, copy=copy)
 
 

@@ -140,7 +140,7 @@ Creators: TypeAlias = "tuple[tuple[object, Callable[..., Variable]], ...]"
 
 
 def create_through(
-    creators: Creators, factory: Callable[..., Variable], options: dict[str, Any]
+    creators: Creators, factory: Callable[..., Variable], options: dict[str, object]
 ) -> Variable:
     """Have the innermost creator of the current strategy make a variable.
 

@@ -75,7 +75,7 @@ class DistributedValues(NDArrayOperatorsMixin, Sequence[V_co]):
         shown = ", ".join(f"{label}: {value!r}" for label, value in parts)
         return f"{type(self).__name__}({{{shown}}})"
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return partial(type(self), devices=self._devices), (self._values,)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> NoReturn:

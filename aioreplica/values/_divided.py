@@ -113,14 +113,14 @@ class DividedVariable(Variable):
         self.require_current(workers.num_workers)
         text = f"{self.name!r}: {self.dtype}{self.shape}, {index}"
 
-        async def gather(wire: Any, _slots: Sequence[bytes]) -> Array:
+        async def gather(wire: object, _slots: Sequence[bytes]) -> Array:
             return await self._gathered(wire, index)
 
         async with workers.operation("read", text) as turn:
             found: Array = await turn.exchange(b"", gather, layout=text)
         return found
 
-    async def _gathered(self, wire: Any, index: object) -> Array:
+    async def _gathered(self, wire: object, index: object) -> Array:
         division, own = self.division, self.local
         if not division.has_rows:
             whole = np.empty(division.shape, self.dtype)
@@ -143,7 +143,7 @@ class DividedVariable(Variable):
         result.flags.writeable = False
         return result
 
-    async def part_from(self, wire: Any, rank: int, own: Array) -> Array:
+    async def part_from(self, wire: object, rank: int, own: Array) -> Array:
         """Send the part of one worker to all, flat; every worker calls it in the same exchange.
 
         Args:
@@ -212,7 +212,7 @@ class DividedVariable(Variable):
             "`variable.local` for the elements that this one has."
         )
 
-    def _shares(self, verb: str, array: Any) -> Sequence[Any]:
+    def _shares(self, verb: str, array: Any) -> Sequence[object]:
         """Take this worker's part of what all of them write, outside the replicas.
 
         Raises:
@@ -226,13 +226,13 @@ class DividedVariable(Variable):
             begin, end = division.rows
             is_here = (array.indices >= begin) & (array.indices < end)
             rows, indices = array.values[is_here], array.indices[is_here] - begin
-            part: Any = IndexedSlices(rows, indices, division.part_shape)
+            part: object = IndexedSlices(rows, indices, division.part_shape)
         else:
             part = division.part_of(array)
         return (part,) * len(self._cell.components)
 
     def _write_in_replica(
-        self, verb: str, array: Array, replica: Any, frame: FrameType
+        self, verb: str, array: Array, replica: object, frame: FrameType
     ) -> Awaitable[Array]:
         """Refuse: the values of replicas would have to meet for each part.
 

@@ -18,13 +18,13 @@ from types import (
     MethodWrapperType,
     WrapperDescriptorType,
 )
-from typing import Any
 
 import numpy as np
 
 from ..context import OVERRIDES, Place
 from ..tree import (
     LEAF_TYPES,
+    Tree,
     describe_structure,
     flatten,
     flatten_one_level,
@@ -54,7 +54,7 @@ _FAST_TYPES = LEAF_TYPES - {str, bytes, type(None)}
 _DISTRIBUTED = (DistributedValues, Variable)
 
 
-def split_per_replica(tree: object, num_replicas: int, what: str) -> list[Any]:
+def split_per_replica(tree: object, num_replicas: int, what: str) -> list[Tree]:
     """Return one tree per replica, with distributed values replaced by their components.
 
     Args:
@@ -85,7 +85,7 @@ def split_per_replica(tree: object, num_replicas: int, what: str) -> list[Any]:
     ]
 
 
-def read_at(value: Any, place: Place, what: str) -> Any:
+def read_at(value: Tree, place: Place, what: str) -> Tree:
     """Return a pytree with every distributed value in it read where one replica runs.
 
     A PerReplica or Mirrored gives the replica's own component, a variable its value there: the

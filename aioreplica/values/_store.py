@@ -20,17 +20,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar, final
 
 import numpy as np
-import numpy.typing as npt
 
 from .._gil import has_gil
 from ..context import LOOP, CurrentStrategy
 from ..devices import running_loop
 from ..errors import ContextError
 from ..telemetry import Observers
-from ..tree import DType
+from ..tree import Array, DType
 from ._step_gate import StepGate
 
-Components = tuple[npt.NDArray[Any], ...]
+Components = tuple[Array, ...]
 
 # From CPython 3.14 on a reference held by a local variable may not be counted, and without a GIL
 # a count means nothing. There every write allocates.
@@ -245,7 +244,7 @@ def wait_error(variable: Stored, num_writes: int, reason: str) -> ContextError:
     )
 
 
-def writable_buffer(variable: Stored) -> npt.NDArray[Any]:
+def writable_buffer(variable: Stored) -> Array:
     """Return an array of a component's shape and dtype to build its next value in.
 
     It is the array before the current one if that is provably unheld: first it is taken out of the

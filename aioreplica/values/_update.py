@@ -9,13 +9,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context, copy_context
-from typing import Any, final
+from typing import final
 
 from .._functions import require_finished
 from ..context import DEVICE, PLACE, CurrentStrategy, Place
 from ..devices import Device
 from ..errors import ContextError
-from ..tree import Array, leaves
+from ..tree import Array, Tree, leaves
 from ._distributed import Mirrored, PerReplica
 from ._regroup import split_per_replica
 from ._store import Components
@@ -67,9 +67,9 @@ async def run_per_component(
     strategy: CurrentStrategy,
     fn: Callable[..., object],
     all_args: Sequence[Sequence[object]],
-    all_kwargs: Sequence[dict[str, Any]],
+    all_kwargs: Sequence[dict[str, Tree]],
     places: Sequence[tuple[int, Device | None]],
-) -> list[Any]:
+) -> list[Tree]:
     """Run `fn` in the update context of one place after the other, then publish all writes.
 
     If one of the variables was written meanwhile (which takes an `fn` that awaits), everything is
@@ -111,9 +111,9 @@ async def update_components(
     var: Variable,
     fn: Callable[..., object],
     all_args: Sequence[Sequence[object]],
-    all_kwargs: Sequence[dict[str, Any]],
+    all_kwargs: Sequence[dict[str, Tree]],
     group: bool,
-) -> Any:
+) -> Tree:
     """Run `fn(var, *args)` once per component of a variable, each with arguments of its own.
 
     Args:
@@ -147,8 +147,8 @@ async def update_components(
 
 
 def split_arguments(
-    args: Sequence[object], kwargs: dict[str, Any] | None, count: int, what: str
-) -> tuple[list[Any], list[Any]]:
+    args: Sequence[object], kwargs: dict[str, Tree] | None, count: int, what: str
+) -> tuple[list[Tree], list[Tree]]:
     """Return the arguments of each component: Mirrored unwrapped, PerReplica refused.
 
     Raises:

@@ -43,7 +43,7 @@ else:
     from abc import abstractmethod
 
 
-Constraint = Callable[[Array], Any]
+Constraint = Callable[[Array], object]
 
 _UFUNCS = {
     "assign_add": np.add,
@@ -76,7 +76,7 @@ class _VariableType(ABCMeta):
 
     if not TYPE_CHECKING:  # checkers take the signature of `Variable.__init__`
 
-        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        def __call__(cls, *args: Any, **kwargs: Any) -> object:
             if cls is Variable:
                 creators = CREATORS.get()
                 if creators and len(args) == 1:
@@ -137,7 +137,7 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
 
         def __init__(
             self,
-            initial_value: Any,
+            initial_value: object,
             *,
             trainable: bool = True,
             name: str | None = None,
@@ -243,11 +243,11 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
 
     @abstractmethod
     def _write_in_replica(  # type: ignore[empty-body]  # abstract
-        self, verb: str, array: Array, replica: Any, frame: FrameType
+        self, verb: str, array: Array, replica: object, frame: FrameType
     ) -> Awaitable[Array]:
         """Carry out a write of one replica, called at `frame`."""
 
-    def _shares(self, verb: str, array: Any) -> Sequence[Any]:
+    def _shares(self, verb: str, array: object) -> Sequence[Any]:
         """Split a value that is written outside the replicas into one per component."""
         return (array,) * len(self._cell.components)
 
@@ -263,7 +263,7 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
             return place.staging.read(self, 0)  # type: ignore[no-any-return]
         return self._primary_of(self.components)
 
-    def _combine(self, verb: str, value: Any) -> Components | Awaitable[Components]:
+    def _combine(self, verb: str, value: object) -> Components | Awaitable[Components]:
         """Carry out one write with a value that is the same for all components.
 
         Returns:
@@ -315,7 +315,7 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
                 f"{place.describe()}. Write it where its own strategy is in charge."
             )
 
-    def _write(self, verb: str, value: Any, frame: FrameType) -> Awaitable[Array]:
+    def _write(self, verb: str, value: object, frame: FrameType) -> Awaitable[Array]:
         """Carry out a write, called at `frame`."""
         place = PLACE.get()
         self._require_owner_in_charge(place)
@@ -331,7 +331,7 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
         """Tell whether this is a plain variable and `strategy` the default one, its owner."""
         return self.store.owner is None and strategy.has_plain_values
 
-    async def _write_everywhere(self, verb: str, value: Any) -> Array:
+    async def _write_everywhere(self, verb: str, value: object) -> Array:
         if isinstance(value, PerReplica):
             raise ValueError(
                 f"Variable {self.name!r} got a PerReplica in cross-replica context. Reduce it "
@@ -367,7 +367,7 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
         memo[id(self)] = twin
         return twin
 
-    def _stand_in(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def _stand_in(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         """Return what ops in a device process get in its place: a call, and its arguments."""
         from ._plain import PublishedVariable  # it is a variable
 
@@ -391,7 +391,7 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
         same = (i for i, component in enumerate(components) if component is array)
         return Publication((number, next(same, -1)), num_writes, array)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         carrier = CARRIER.get()
         if carrier is not None:  # on its way to an op in a device process, or back
             return carrier.refer(self)

@@ -23,20 +23,18 @@ from typing import Any, Literal, TypeAlias, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from ...context import CurrentStrategy
 from ...optimizers import Optimizer
-from ...tree import TreeSpec, flatten, unflatten
+from ...tree import Array, Tree, TreeSpec, flatten, unflatten
 from ...values import Variable
 from ._trace import AXIS, StepTrace, Traced, TracedLoop
 from ._untraceable import explained
 from ._update import Prepared, columns_for, multipliers_of, prepared_for
 
-Array = npt.NDArray[Any]
 Key: TypeAlias = tuple[str, bool]
 How: TypeAlias = Literal["scan", "step"]
 OfAll, OfEach = Spec(), Spec(AXIS)
@@ -130,7 +128,7 @@ class StepProgram:
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., object],
         strategy: CurrentStrategy,
         devices: Sequence[Any],
         element: Sequence[Array],
@@ -157,7 +155,7 @@ class StepProgram:
         flat = {name: flatten(value) for name, value in initial.items()}
         given = [[np.asarray(leaf) for leaf in leaves] for leaves, _ in flat.values()]
 
-        def record(inputs: list[Traced], outputs: list[list[Traced]], index: Traced) -> Any:
+        def record(inputs: list[Traced], outputs: list[list[Traced]], index: Traced) -> object:
             trace = self._trace(None, index, index)
             loop = TracedLoop(trace, {
                 name: unflatten(spec, leaves)
@@ -205,7 +203,7 @@ class StepProgram:
             raise explained(error, fn) from None
 
     def _step(
-        self, carry: Any, inputs: Any, bases: Any, table: Any, first: Traced, looks: bool
+        self, carry: Tree, inputs: Tree, bases: Tree, table: Tree, first: Traced, looks: bool
     ) -> tuple[object, object]:
         """Run one step on local arrays; return the state behind it, and what it reports."""
         state, outputs = carry
@@ -234,11 +232,11 @@ class StepProgram:
         records = [value for _, value in trace.records]
         return ([trace.values[v] for v in self.state], new), (trace.code(), records)
 
-    def _lowered(self, how: How, size: int, looks: bool) -> Callable[..., Any]:
+    def _lowered(self, how: How, size: int, looks: bool) -> Callable[..., object]:
         """Return what runs a whole chunk, or step `at` of it, on arrays of all replicas."""
         mirrored = self.is_mirrored
 
-        def program(carry: Any, chunk: Any, numbers: Any, table: Any, at: Any) -> Any:
+        def program(carry: Tree, chunk: Tree, numbers: Tree, table: Tree, at: Tree) -> Tree:
             state, outputs = carry
             element, seeds = chunk
             index = numbers[0] + jnp.arange(size, dtype=jnp.int32)
@@ -247,7 +245,7 @@ class StepProgram:
             begun = (own, [a[0] for a in outputs])
             inputs = ([a[0] for a in element], index, [a[0] for a in seeds])
 
-            def step(carry: Any, inputs: Any) -> Any:
+            def step(carry: Tree, inputs: Tree) -> Tree:
                 return self._step(carry, inputs, bases, table, first, looks)
 
             if how == "scan":
@@ -262,7 +260,7 @@ class StepProgram:
 
         of_state = [OfAll if m else OfEach for m in mirrored]
         carry = (of_state, [OfEach] * len(self.outputs.shapes))
-        lowered: Callable[..., Any] = jax.shard_map(
+        lowered: Callable[..., object] = jax.shard_map(
             program,
             mesh=self._mesh,
             in_specs=(carry, (OfEach, OfEach), OfAll, OfAll, OfAll),
@@ -271,7 +269,7 @@ class StepProgram:
         )
         return lowered
 
-    def compiled(self, how: How, size: int, args: Any, *, looks: bool = False) -> Any:
+    def compiled(self, how: How, size: int, args: Tree, *, looks: bool = False) -> Any:
         """Return the program for chunks of a size, compiled the first time.
 
         Args:
@@ -316,7 +314,7 @@ class StepProgram:
             return arrays[0][None]
         return self.put_each(arrays)
 
-    def placed(self, args: Any) -> Any:
+    def placed(self, args: object) -> Any:
         """Put what a program is given on its devices, for many calls."""
         if self.num_replicas > 1:
             return args
@@ -331,7 +329,7 @@ class StepProgram:
         return tables
 
 
-def reference_to(fn: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
+def reference_to(fn: Callable[..., object]) -> Callable[[], Callable[..., object] | None]:
     """Return what gives a step function as long as the program has it; others are kept."""
     return weakref.ref(fn) if type(fn) is FunctionType else lambda: fn
 

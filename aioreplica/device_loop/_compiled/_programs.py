@@ -10,16 +10,13 @@ from typing import Any, final
 
 import jax
 import numpy as np
-import numpy.typing as npt
 
 from ...context import CurrentStrategy
 from ...errors import OutOfSyncError
-from ...tree import flatten
+from ...tree import Array, DType, flatten
 from ...values import Variable, WeakVariableDict
 from ._devices import jax_devices
 from ._program import StepProgram, Trial
-
-Array = npt.NDArray[Any]
 
 MAX_PROGRAMS = 32
 """How many programs a strategy keeps; the one that was not used for longest goes first."""
@@ -68,7 +65,7 @@ class CompiledSteps:
 
     def find(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[..., object],
         part: object,
         element: Sequence[Sequence[Array]],
         initial: Mapping[str, object],
@@ -127,7 +124,7 @@ class CompiledSteps:
 
     def load(
         self, program: StepProgram, components: Mapping[Variable, tuple[Array, ...]]
-    ) -> list[Any]:
+    ) -> list[object]:
         """Return the values of a program's variables as arrays of jax.
 
         Those that the last program has left are taken as they are.
@@ -162,7 +159,7 @@ class CompiledSteps:
         for variable, array in zip(program.state, state, strict=True):
             self._kept[variable] = components[variable], array
 
-    def _count(self, fn: Callable[..., Any]) -> None:
+    def _count(self, fn: Callable[..., object]) -> None:
         code = getattr(fn, "__code__", fn)
         count = self._counts[code] = self._counts.get(code, 0) + 1
         if count == MANY + 1:
@@ -178,13 +175,13 @@ class CompiledSteps:
         return f"<CompiledSteps | {len(self._found)} step functions, {self.num_compiled} compiled>"
 
 
-def _look_of(value: Any) -> tuple[object, ...]:
+def _look_of(value: object) -> tuple[object, ...]:
     found, spec = flatten(value)
     arrays = [np.asarray(leaf) for leaf in found]
     return spec, tuple((array.shape, array.dtype) for array in arrays)
 
 
-def _shown(looks: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> str:
+def _shown(looks: Sequence[tuple[tuple[int, ...], DType]]) -> str:
     return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in looks) or "nothing"
 
 

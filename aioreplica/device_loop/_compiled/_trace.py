@@ -155,7 +155,7 @@ class StepTrace:
         self.values[variable] = jnp.asarray(value).astype(old.dtype)
         self.written.setdefault(variable, []).append(source)
 
-    def assign(self, variable: Variable, verb: str, value: Any) -> Traced:
+    def assign(self, variable: Variable, verb: str, value: object) -> Traced:
         """Do what `variable.blocking.assign` and its like do in a replica.
 
         Raises:
@@ -240,7 +240,7 @@ class StepTrace:
         global_step: Variable | None,
         backend: str,
         has_aux: bool,
-    ) -> Any:
+    ) -> object:
         """Record what `optimizer.blocking.minimize` does; jax differentiates."""
         require_loss(loss, var_list)
         if backend == "torch":
@@ -265,7 +265,7 @@ class StepTrace:
         """Record what `optimizer.blocking.apply_gradients` does."""
         apply_traced(self, optimizer, pairs, global_step, is_summed=is_summed)
 
-    def row(self, optimizer: Optimizer, variables: Sequence[Variable]) -> list[Any]:
+    def row(self, optimizer: Optimizer, variables: Sequence[Variable]) -> list[object]:
         """Return what `prepare` gives for each variable at the optimizer's iteration."""
         known, times = self.applied.get(optimizer, (tuple(variables), 0))
         if known != tuple(variables):
@@ -308,7 +308,7 @@ class StepTrace:
         seed = jnp.uint32(0) if self._keys is None else self._keys[name, shared]
         return jax.random.key(seed)
 
-    def record(self, name: str, value: Any) -> None:
+    def record(self, name: str, value: object) -> None:
         """Keep a number of the step, for the event log."""
         if isinstance(value, str):
             raise self.refusal("ctx.record of a text")
@@ -357,7 +357,7 @@ class TracedLoop:
         sites: Where they were set.
     """
 
-    def __init__(self, trace: StepTrace, outputs: dict[str, Any]) -> None:
+    def __init__(self, trace: StepTrace, outputs: dict[str, object]) -> None:
         self._trace = trace
         self.last_step_outputs = outputs
         self.ops: dict[str, ReduceOp | None] = {}
@@ -369,7 +369,7 @@ class TracedLoop:
         return self._trace.index
 
     def set_last_step_output(
-        self, name: str, value: Any, reduce_op: ReduceOp | OpName | None = None
+        self, name: str, value: object, reduce_op: ReduceOp | OpName | None = None
     ) -> None:
         """Set an output; see `MultiStepContext`."""
         if type(name) is not str:
@@ -379,11 +379,11 @@ class TracedLoop:
         self.ops[name] = None if reduce_op is None else ReduceOp.parse(reduce_op)
         self.last_step_outputs[name] = map_leaves(_as_array, value)
 
-    def set_non_tensor_output(self, name: str, value: Any) -> None:
+    def set_non_tensor_output(self, name: str, value: object) -> None:
         """Refuse: it is any object of Python."""
         raise self._trace.refusal("ctx.set_non_tensor_output")
 
-    def record(self, name: str, value: Any) -> None:
+    def record(self, name: str, value: object) -> None:
         """Record a number; see `MultiStepContext`."""
         self._trace.record(name, value)
 
@@ -415,7 +415,7 @@ class TracedReplica:
         return self
 
     @property
-    def strategy(self) -> Any:
+    def strategy(self) -> object:
         """The strategy that runs the step."""
         return self._trace.strategy.facade
 
@@ -444,12 +444,12 @@ class TracedReplica:
     def check_running(self) -> None:
         """Do nothing: a compiled program runs to its end."""
 
-    def all_reduce(self, op: ReduceOp | OpName, value: Tree, options: object = None) -> Any:
+    def all_reduce(self, op: ReduceOp | OpName, value: Tree, options: object = None) -> Tree:
         """Combine a value over all replicas."""
         parsed = ReduceOp.parse(op)
         return self._reduced(parsed, value, lambda leaf: leaf)
 
-    def reduce_scatter(self, op: ReduceOp | OpName, value: Tree, axis: int = 0) -> Any:
+    def reduce_scatter(self, op: ReduceOp | OpName, value: Tree, axis: int = 0) -> Tree:
         """Combine a value over all replicas and take this one's part along an axis."""
         count = self._trace.num_replicas
 
@@ -465,7 +465,7 @@ class TracedReplica:
 
         return self._reduced(ReduceOp.parse(op), value, own_part)
 
-    def all_gather(self, value: Tree, axis: int, options: object = None) -> Any:
+    def all_gather(self, value: Tree, axis: int, options: object = None) -> Tree:
         """Join a value of all replicas along an axis."""
 
         def gathered(leaf: object) -> Traced:
@@ -477,7 +477,7 @@ class TracedReplica:
 
         return map_leaves(gathered, value)
 
-    def all_to_all(self, value: Tree, axis: int = 0) -> Any:
+    def all_to_all(self, value: Tree, axis: int = 0) -> Tree:
         """Give the i-th piece along an axis to replica i."""
         count = self._trace.num_replicas
 
@@ -490,7 +490,7 @@ class TracedReplica:
 
         return map_leaves(swapped, value)
 
-    def broadcast(self, value: Tree, source: int = 0) -> Any:
+    def broadcast(self, value: Tree, source: int = 0) -> Tree:
         """Give every replica the value of one of them."""
         count = self._trace.num_replicas
         if not 0 <= source < count:
@@ -527,7 +527,7 @@ class TracedReplica:
                 found = [total / self._trace.num_replicas for total in found]
         return unflatten(spec, [then(each) for each in found])
 
-    def _extreme(self, array: Traced, fn: Callable[..., Any]) -> Traced:
+    def _extreme(self, array: Traced, fn: Callable[..., Traced]) -> Traced:
         found: Traced = array if self._trace.num_replicas == 1 else fn(array, AXIS)
         return found
 

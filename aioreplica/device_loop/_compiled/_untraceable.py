@@ -52,7 +52,7 @@ ONCE = (print, open, input, time.sleep, time.time, time.monotonic, time.perf_cou
 """Calls that are made once, while a step is recorded, and that it makes no more then."""
 
 
-def explained(error: Exception, fn: Callable[..., Any]) -> Exception:
+def explained(error: Exception, fn: Callable[..., object]) -> Exception:
     """Return what to raise for an error of a step that is recorded: with the user's line.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 from array_api_compat import (
@@ -100,7 +100,7 @@ def reduce_in_namespace(op: ReduceOp, arrays: Sequence[Array]) -> Array:
     return xp.astype(total, narrow, copy=False)
 
 
-def _dtypes(op: ReduceOp, dtype: Any, xp: Any) -> tuple[object, object]:
+def _dtypes(op: ReduceOp, dtype: object, xp: ModuleType) -> tuple[object, object]:
     """Return in which dtype to accumulate, and that of the result."""
     if str(dtype).rpartition(".")[2] in ("float16", "bfloat16"):
         return xp.float32, dtype
@@ -111,7 +111,7 @@ def _dtypes(op: ReduceOp, dtype: Any, xp: Any) -> tuple[object, object]:
     return dtype, dtype
 
 
-def _widest(xp: Any, name: str) -> object:
+def _widest(xp: ModuleType, name: str) -> object:
     """Return a dtype of 64 bits, or of 32 where the library is set to have no wider ones."""
     dtypes = xp.__array_namespace_info__().dtypes()
     return dtypes.get(name) or dtypes[name.replace("64", "32")]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, final
+from typing import final
 
 import numpy as np
 from array_api_compat import is_numpy_array
 
+from ...tree import DType
 from ...typing import ReduceOp
 from .._cores import num_cores
 from ._backend import Array, Backend
@@ -81,7 +82,7 @@ _HALF = ("float16", "bfloat16")
 _F4, _F8 = np.dtype(np.float32), np.dtype(np.float64)
 
 
-def result_dtype(op: ReduceOp, dtype: np.dtype[Any]) -> np.dtype[Any]:
+def result_dtype(op: ReduceOp, dtype: DType) -> DType:
     """Return the dtype of a reduction: that of the input, but float64 for a mean of integers.
 
     A sum of bools counts, in int64, as in NumPy.
@@ -149,7 +150,7 @@ def reduce_into(
         reduce_block(op, total[part], [array[part] for array in arrays], count)
 
 
-def _is_half(dtype: np.dtype[Any]) -> bool:
+def _is_half(dtype: DType) -> bool:
     return dtype.itemsize == 2 and dtype.name in _HALF
 
 

@@ -169,7 +169,7 @@ def numpy_errors(context: Context) -> bytes | None:
     return data
 
 
-_DEFAULT_ERRORS: Any = Context().run(np.geterr)
+_DEFAULT_ERRORS: object = Context().run(np.geterr)
 
 
 def _search(var: AnyVar) -> VarName | None:
@@ -182,6 +182,6 @@ def _search(var: AnyVar) -> VarName | None:
     return None
 
 
-def reduce_var(var: AnyVar) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def reduce_var(var: AnyVar) -> tuple[Callable[..., object], tuple[object, ...]]:
     """Return what a pickler does with a context variable that an op refers to."""
     return find_var, (var_names().name_of(var),)

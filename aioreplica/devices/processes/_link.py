@@ -164,7 +164,7 @@ class ProcessLink:
         """Return an extent of a result."""
         return self.results.view(extent)
 
-    def find(self, name: int | str) -> Any:
+    def find(self, name: int | str) -> object:
         """Return what a name stands for here."""
         return self.names[name]
 
@@ -218,14 +218,14 @@ class _Context(SpawnContext):
         self.made: list[SpawnProcess] = []
         self._process_name = name
 
-    def Process(self, *args: Any, **kwargs: object) -> SpawnProcess:  # type: ignore[override]  # noqa: N802
+    def Process(self, *args: object, **kwargs: object) -> SpawnProcess:  # type: ignore[override]  # noqa: N802
         """Make a process, as the context's attribute of that name does."""
         process = _Process(*args, name=self._process_name, **kwargs)
         self.made.append(process)
         return process
 
 
-def _packed_strategy(strategy: Any) -> bytes:
+def _packed_strategy(strategy: object) -> bytes:
     """Return a pickle of an unopened equal of a strategy, or of None if it cannot be pickled."""
     data: bytes
     try:

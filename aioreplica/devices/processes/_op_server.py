@@ -31,6 +31,7 @@ import numpy.typing as npt
 from threadpoolctl import ThreadpoolController
 
 from ...context import PLACE, REGISTRY, Place
+from ...tree import Array
 from .._logical import set_logical_devices
 from ._context_variables import set_vars
 from ._messages import Memory, NewSegment, OpFailure, Reply, Request, Setup, Value, Where
@@ -161,7 +162,7 @@ class _OpServer:
             self._know(REPLICA, replica)
         PLACE.set(Place(None if strategy is None else strategy._runtime, replica))
 
-    def _pack_result(self, result: Any) -> tuple[Parcel | None, OpFailure | None]:
+    def _pack_result(self, result: object) -> tuple[Parcel | None, OpFailure | None]:
         try:
             return pack(result, self._arena, self), None
         except (OSError, MemoryError) as error:
@@ -197,7 +198,7 @@ class _OpServer:
     def view(self, extent: Extent) -> npt.NDArray[np.uint8]:
         return self._own.view(extent)
 
-    def find(self, name: int | str) -> Any:
+    def find(self, name: int | str) -> object:
         return self._known[name]
 
     def refer(self, thing: object) -> Reduced:
@@ -212,7 +213,7 @@ class _OpServer:
         is_here = thing is place.replica or (strategy is not None and thing is strategy)
         return self.refer(thing) if is_here else None
 
-    def _array(self, value: Value) -> npt.NDArray[Any]:
+    def _array(self, value: Value) -> Array:
         data = value.data
         source: Any = data if isinstance(data, bytes) else self._public.view(data)
         return np.ndarray(value.shape, value.dtype, source, strides=value.strides)
@@ -266,7 +267,9 @@ class _Remade:
         return True
 
 
-def _remake(kind: type[BaseException], args: Sequence[Any], state: dict[str, Any]) -> BaseException:
+def _remake(
+    kind: type[BaseException], args: Sequence[object], state: dict[str, object]
+) -> BaseException:
     error = kind.__new__(kind, *args)
     error.args = tuple(args)
     vars(error).update(state)

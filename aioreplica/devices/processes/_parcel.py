@@ -16,13 +16,13 @@ from typing import Any, Literal, NamedTuple, Protocol, final
 
 import cloudpickle
 import numpy as np
-import numpy.typing as npt
 
 from ...context import CARRIER
+from ...tree import Array
 from ._context_variables import reduce_var
 from ._segments import SHARED_BYTES, Arena, Bytes, Extent
 
-Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
+Reduced = tuple[Callable[..., object], tuple[object, ...]]
 
 PLAIN_KINDS = frozenset("biufc")  # of dtypes that a character says all of
 
@@ -63,7 +63,7 @@ class Side(Naming, Protocol):
     def view(self, extent: Extent) -> Bytes:
         """Return an extent that the other side has written as an array."""
 
-    def find(self, name: int | str) -> Any:
+    def find(self, name: int | str) -> object:
         """Return what a name stands for on this side."""
 
 
@@ -102,7 +102,7 @@ def unpack(parcel: Parcel, side: Side) -> Any:
     return loads(data, [side.view(extent) for extent in parcel.buffers], side)
 
 
-def loads(data: Any, buffers: Iterable[object], side: Any) -> Any:
+def loads(data: Any, buffers: Iterable[object], side: Any) -> object:
     """Build an object anew; names in it stand for what they do on this side."""
     token = CARRIER.set(side)
     try:
@@ -201,7 +201,7 @@ def _restore_code(
     return make(*parts).replace(co_filename=filename)
 
 
-def _reduce_array(array: npt.NDArray[Any]) -> object:
+def _reduce_array(array: Array) -> object:
     """Return how an array is pickled: plain ones in fewer parts than NumPy makes of them."""
     flags = array.flags
     if flags.c_contiguous or flags.f_contiguous:
@@ -214,13 +214,11 @@ def _reduce_array(array: npt.NDArray[Any]) -> object:
     return NotImplemented if array.dtype.hasobject else _reduce_strided(array)
 
 
-def _restore_plain(
-    data: Any, char: str, shape: tuple[int, ...], order: Literal["C", "F"]
-) -> npt.NDArray[Any]:
+def _restore_plain(data: Any, char: str, shape: tuple[int, ...], order: Literal["C", "F"]) -> Array:
     return np.frombuffer(data, char).reshape(shape, order=order)
 
 
-def _reduce_strided(array: npt.NDArray[Any]) -> Reduced:
+def _reduce_strided(array: Array) -> Reduced:
     """Send an array with gaps as one without, in the order in which its elements lie.
 
     That order is the one in which NumPy adds them up, so results stay the same bit by bit.
@@ -234,9 +232,7 @@ def _reduce_strided(array: npt.NDArray[Any]) -> Reduced:
     return _restore_order, (flat, tuple(np.argsort(order).tolist()), steps)
 
 
-def _restore_order(
-    flat: npt.NDArray[Any], order: tuple[int, ...], steps: tuple[int, ...]
-) -> npt.NDArray[Any]:
+def _restore_order(flat: Array, order: tuple[int, ...], steps: tuple[int, ...]) -> Array:
     return flat.transpose(order)[tuple(slice(None, None, step) for step in steps)]
 
 
@@ -270,7 +266,7 @@ def _find_obstacle(
     return None
 
 
-def _parts(name: str, thing: object) -> dict[str, Any]:
+def _parts(name: str, thing: object) -> dict[str, object]:
     """Return what an object holds, by what a person would call it."""
     code = getattr(thing, "__code__", None)
     if isinstance(code, CodeType):
@@ -289,7 +285,7 @@ def _parts(name: str, thing: object) -> dict[str, Any]:
     return parts
 
 
-def _captured(function: Any, code: CodeType) -> dict[str, Any]:
+def _captured(function: Any, code: CodeType) -> dict[str, object]:
     parts = {}
     for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:

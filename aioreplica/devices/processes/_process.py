@@ -121,9 +121,9 @@ class DeviceProcess:
         self,
         link: ProcessLink,
         op: AnyOp,
-        fn: Callable[..., Any],
+        fn: Callable[..., object],
         args: tuple[object, ...],
-        kwargs: dict[str, Any],
+        kwargs: dict[str, object],
     ) -> bytes:
         link.names.clear()
         link.place = place = op.place
@@ -161,9 +161,9 @@ class DeviceProcess:
         self,
         link: ProcessLink,
         op: AnyOp,
-        fn: Callable[..., Any],
+        fn: Callable[..., object],
         args: tuple[object, ...],
-        kwargs: dict[str, Any],
+        kwargs: dict[str, object],
         error: Exception,
     ) -> TypeError:
         """Return the error of an op that cannot be pickled, naming what is in the way."""
@@ -226,7 +226,7 @@ class DeviceProcess:
 
     def _unpacked(
         self, link: ProcessLink, op: AnyOp, parcel: Parcel, failure: OpFailure | None
-    ) -> Any:
+    ) -> object:
         try:
             return unpack(parcel, link)
         except Exception as error:

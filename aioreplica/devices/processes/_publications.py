@@ -15,18 +15,15 @@ import weakref
 from collections import deque
 from collections.abc import Hashable, Sequence
 from itertools import count
-from typing import Any, Protocol, final
+from typing import Protocol, final
 
 import numpy as np
-import numpy.typing as npt
 
 from ...context import REGISTRY, Place
 from .._lane import Publication
 from ._messages import Value
 from ._parcel import Reduced
 from ._segments import SHARED_BYTES, Arena, Extent
-
-Array = npt.NDArray[Any]
 
 
 class Published(Protocol):
@@ -52,7 +49,7 @@ class Publications:
         self.arena = Arena()
         self.lock = threading.Lock()
         self._numbers = count(1)
-        self._names: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._names: dict[int, tuple[weakref.ref[object], int]] = {}
         self._dead: deque[int] = deque()  # of things that are gone; a finaliser takes no lock
         self._newest: dict[int, dict[Hashable, Extent]] = {}
         self._writes: dict[int, int] = {}
@@ -78,7 +75,7 @@ class Publications:
             key, number = id(thing), next(self._numbers)
             names, dead = self._names, self._dead
 
-            def forget(reference: weakref.ref[Any]) -> None:
+            def forget(reference: weakref.ref[object]) -> None:
                 if names.get(key, (None,))[0] is reference:
                     del names[key]
                 dead.append(number)
