@@ -66,7 +66,7 @@ class Engine:
         self.began = ""
         self.detached = ""
         self.untold: dict[int, str] = {}  # errors of examples that others may be asked about
-        self.was_open = before is not None
+        self.was_open = before is not None and before.learning.learned_number > 0
         self.changed = Signal()
         self.saving = Saving(settings, self.journal, self.changed.give)
         self.streams: Living[RecordStream] = Living()
@@ -99,6 +99,7 @@ class Engine:
                 undo.push_async_callback(self.journal.aclose)
                 self.models.look_at(self.journal.facts.champion)
             undo.callback(Savepoint(self.learning.state).put_back)
+            undo.push_async_callback(self.saving.aclose)
             self.began = await self.models.begin(self)
             learning, version = self.learning, self.saving.version
             model = model_variables(learning.state)
@@ -115,7 +116,8 @@ class Engine:
             self.backlog_end = max(self._last_number, learning.learned_number)
             if self.journal is not None:
                 await self.journal.try_migrations(learning.learned_number, self.backlog_end)
-            if self.has_backlog or self.saving.has_gone_back or self.reads:
+            is_below = learning.last_version < self.least_version
+            if self.has_backlog or self.saving.has_gone_back or self.reads or is_below:
                 await self._skip_versions()
             self.intake = Intake(
                 self.settings.queue_size,
@@ -130,10 +132,8 @@ class Engine:
                 self.intake.ask(self.champion.journal)
             else:
                 self.intake.close(f"{self.model!r} is a challenger: it takes no examples itself.")
-            settings = self.settings
-            size = min(settings.max_batch, settings.queue_size)
-            about = settings.sources, settings.validate, size
-            self.followers = followers(*about, self.intake, self.journal)
+            own, size = self.settings, min(self.settings.max_batch, self.settings.queue_size)
+            self.followers = followers(own.sources, own.validate, size, self.intake, self.journal)
             await self.publishing.open()
             self._main = OwnedTask(self._run(), f"online learner {self.model}")
             undo.pop_all()

@@ -70,17 +70,18 @@ def champion(run: Run) -> str:
 def attach(run: Run, model: str, number: int, time: float) -> None:
     """Let a model begin with what was learned up to a number; all that it had counts no more.
 
-    What is gone for the champion is gone for it: it has the champion's past.
+    What is gone for the champion is gone for it, and letters up to the number are its own, too: it
+    has the champion's past, and what becomes of it.
 
     Raises:
         JournalError: If the journal has not all examples behind that.
     """
     require_kept(run, number)
-    known = run("SELECT 1 FROM consumers WHERE model = ?", model)
-    if known:
-        for table in ("dead", "gone"):
-            run(f"DELETE FROM {table} WHERE model = ? AND number > ?", model, number)
+    first = champion(run)
+    if run("SELECT 1 FROM consumers WHERE model = ?", model):
         begin_generation(run, model, 0, time)
+    for table in ("dead", "gone"):
+        run(f"DELETE FROM {table} WHERE model = ?", model)
     run(
         "INSERT INTO consumers VALUES (?, ?, ?, NULL, 0, '') ON CONFLICT (model) DO UPDATE SET "
         "kept_behind = excluded.kept_behind, learned = excluded.learned, detached = ''",
@@ -89,12 +90,13 @@ def attach(run: Run, model: str, number: int, time: float) -> None:
         number,
     )
     run(
-        "INSERT OR REPLACE INTO gone SELECT ?, number, successor FROM gone "
-        "WHERE model = ? AND number > ?",
+        "INSERT INTO dead SELECT number, crc32, body, error, time, ? FROM dead "
+        "WHERE model = ? AND number <= ?",
         model,
-        champion(run),
+        first,
         number,
     )
+    run("INSERT INTO gone SELECT ?, number, successor FROM gone WHERE model = ?", model, first)
 
 
 def detach(run: Run, model: str, why: str) -> None:

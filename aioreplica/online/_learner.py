@@ -348,7 +348,8 @@ class OnlineLearner:
             The first version of it that is served, larger than all before.
 
         Raises:
-            ValueError: If there is none of that name, or it has failed or is detached.
+            ValueError: If there is none of that name, or it is not learning, or too far behind.
+            CheckpointError: If it has no checkpoint, and none could be saved.
             JournalError: If the journal could not be written: nothing has changed.
             ContextError: If the learner is not open, or is a challenger itself.
 

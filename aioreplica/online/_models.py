@@ -29,6 +29,7 @@ from ._failures import described
 from ._intake import dead_error
 from ._journal_format import MAIN
 from ._journal_models import Consumer
+from ._saving import refuse_waiters
 from ._settings import Challenger
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class Models:
         self._learners = learners
         self._max_lag = max_lag
         self._absent: dict[str, int] = {}  # how far models have learned that are not open
+        self._lags_allowed: dict[str, int] = {}  # of those that were opened further behind
+        self._is_closing = False
         self._turn = asyncio.Lock()  # of promotions
         self._promoting: OwnedTask[int] | None = None
 
@@ -121,7 +124,7 @@ class Models:
         other = self._learners.get(self.champion_name)
         settings = self._owner.settings if other is None else other._settings
         for _ in range(MAX_TRIES):
-            number, why = await engine.saving.join(settings)
+            number, why = await engine.saving.join(settings, self.champion_name)
             if why and engine.was_open:
                 raise CheckpointError(
                     f"Model {engine.model!r} would begin again with what it has learned before: "
@@ -161,6 +164,8 @@ class Models:
                 self.problems[name] = described(error)
                 LOGGER.warning("The challenger %r could not be opened: %s", name, described(error))
         self._owner.champion = self.engines[self.champion_name]
+        lags = self._lags().items()
+        self._lags_allowed = {name: lag + self._max_lag for name, lag in lags if lag > self._max_lag}
         known = await journal.consumers()
         self._absent = {
             name: consumer.learned
@@ -190,7 +195,10 @@ class Models:
 
     async def _detach_if_late(self, name: str, lag: int) -> None:
         journal = self._owner.journal
-        if journal is None or lag <= self._max_lag or name == self.champion_name:
+        if lag <= self._max_lag:
+            self._lags_allowed.pop(name, None)
+        allowed = self._lags_allowed.get(name, self._max_lag)
+        if journal is None or lag <= allowed or name == self.champion_name:
             return
         why = f"it was {lag} examples behind, and max_lag is {self._max_lag}"
         try:
@@ -236,20 +244,30 @@ class Models:
 
         Raises:
             ValueError: If it is not known, or not fit to be served.
+            CheckpointError: If it has no checkpoint yet, and none could be saved.
             JournalError: If the journal could not be written, or nobody knows.
 
         Cancellation:
             Stops waiting; it is promoted all the same.
         """
         async with self._turn:
+            await self._promoted()
             task = self._promoting = OwnedTask(self._promote(name), f"promotion of {name}")
             await task.done_or_cancelled()
         return await task
+
+    async def _promoted(self) -> None:
+        """Wait for the end of a promotion whose caller has gone."""
+        if self._promoting is not None:
+            await self._promoting.done_or_cancelled()
 
     async def _promote(self, name: str) -> int:
         engine = self._fit(name)
         if engine is self.champion:
             return engine.serving.served.version
+        while engine.saving.saved_number is None:  # a restart would have nothing to serve
+            await engine.saving.request()
+            engine = self._fit(name)
         journal = self._owner.journal
         assert journal is not None  # or there is no other
         while True:
@@ -269,9 +287,14 @@ class Models:
             known = ", ".join(map(repr, self.engines))
             why = self.problems.get(name, f"there are {known}")
             raise ValueError(f"No model {name!r} is open: {why}.")
-        state = "detached" if engine.detached else engine.state
-        if state not in {"running", "paused"} or engine.has_backlog:
-            behind = f"{engine.read_end - engine.learning.learned_number} examples are not learned"
+        if engine is self.champion:
+            return engine
+        state = "closing" if self._is_closing else "detached" if engine.detached else engine.state
+        lag = self._owner.intake.last_number - engine.learning.learned_number
+        if state == "running" and lag > self._owner.intake.size:
+            state = "behind by more than the queue takes"
+        if state != "running":
+            behind = f"{lag} examples are not learned"
             why = engine.detached or engine.why_failed or engine.learning.retry_error or behind
             raise ValueError(f"Model {name!r} cannot be promoted, as it is {state}: {why}.")
         return engine
@@ -311,8 +334,10 @@ class Models:
         Raises:
             Exception: As `OnlineLearner.aclose`, if it is the champion that is closed.
         """
-        if self._promoting is not None:
-            await self._promoting.ended()
+        refuse_waiters(self._owner.saving)  # it saves no more, so none may wait for that
+        async with self._turn:
+            await self._promoted()
+            self._is_closing = True
         given = self._owner.settings.grace_s
         for name, engine in self._others():
             if engine is self.champion:
@@ -338,6 +363,9 @@ class Models:
                     await main.done_or_cancelled()
             if not main.is_done:
                 _warn(name, "a step on the thread of a device does not end")
+        if self._promoting is not None and not self._promoting.is_done:
+            self._promoting.cancel()
+            await self._promoting.ended(through_interrupt=True)
 
     def _others(self) -> list[tuple[str, Engine]]:
         return [each for each in self.engines.items() if each[1] is not self._owner]

@@ -159,8 +159,8 @@ class Saving:
         await self._remove_void()
         return bool(await run_on_host(self._manager.steps))
 
-    async def join(self, other: Settings) -> tuple[int, str]:
-        """Take what the learner of another model has saved last into the variables.
+    async def join(self, other: Settings, name: str) -> tuple[int, str]:
+        """Take what the learner of another model, of some name, has saved last into the variables.
 
         Returns:
             The number that it has learned, and ""; or, if there is nothing that fits, the one that
@@ -174,22 +174,28 @@ class Saving:
         first = self._journal.first_number - 1
         assert other.checkpoints is not None  # as it has a model
         reader = CheckpointManager(other.checkpoints._storage)
-        if not await run_on_host(reader.steps):
+        rollbacks = await self._journal.of(name).rollbacks()
+        void = await run_on_host(void_steps, reader, rollbacks)
+        able = [step for step in await run_on_host(reader.steps) if step not in void]
+        if not able:
             return first, "the champion has no checkpoint yet."
-        given = self._state, None, self._progress, other.schema
+        given = self._state, able[-1] if void else None, self._progress, other.schema
         try:
             return await self._schema.restore(reader, *given), ""
         except MisfitError as error:
             return first, str(error)
 
     async def has_joined(self, learned: int) -> None:
-        """Go on from what was joined: no checkpoint from before counts any more."""
+        """Go on from what was joined, which is saved; no checkpoint from before counts any more."""
         assert self._journal is not None
         self.rollbacks = await self._journal.rollbacks()
         await self._remove_void()
         self._progress.update(journal=self._journal.facts.id, model=self._journal.model)
         self._progress.update(learned=learned, generation=self.generation, served={}, judged={})
         self._postpone()
+        if learned:  # or the journal has all that it takes to begin again
+            await self.begin(learned, self.version, {})
+            await self.settled()
 
     @property
     def generation(self) -> int:
@@ -370,18 +376,16 @@ class Saving:
         Raises:
             CheckpointError: If it could not be saved.
         """
-        if self._task is not None:
-            await self._task.done_or_cancelled()
+        await self.settled()
         if self._manager is not None and learned > 0 and learned != self.saved_number:
             await self.begin(learned, version, about)
-            if self._task is not None:
-                await self._task.done_or_cancelled()
+            await self.settled()
             if self._failure is not None:
                 raise self._failure
 
     async def aclose(self) -> None:
         """End what goes on in the background, wait for a save, give the manager's lock back."""
-        _refuse(self._waiters, "the learner was closed")
+        refuse_waiters(self)
         task = self._task
         try:
             if task is not None:
@@ -393,6 +397,12 @@ class Saving:
                     await self._manager.aclose()
                 except CheckpointError as error:
                     self.error = str(error)
+
+
+def refuse_waiters(saving: Saving) -> None:
+    """Tell who waits for a checkpoint that none is saved any more."""
+    waiters, saving._waiters = saving._waiters, []
+    _refuse(waiters, "the learner was closed")
 
 
 def _refuse(waiters: list[asyncio.Future[int]], why: object) -> None:

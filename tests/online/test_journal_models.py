@@ -101,17 +101,35 @@ def test_rows_are_kept_as_long_as_an_attached_model_needs_them(file: JournalFile
     assert numbers(file, "b", 5) == [6]
 
 
-def test_who_begins_again_has_a_new_generation_and_no_later_letters(file: JournalFile) -> None:
+def test_who_begins_again_has_a_new_generation_and_the_champions_letters(
+    file: JournalFile,
+) -> None:
     append(file, 5)
     file.attach("b", 0, 0.0)
-    file.set_aside([letter(2), letter(4)], "b")
+    file.set_aside([letter(1), letter(2), letter(4)], "b")
+    assert file.discard(1, "b")
+    file.set_aside([letter(3), letter(5)])
     assert file.rollbacks("b") == ()
     file.detach("b", "stuck")
     file.attach("b", 3, 0.0)
     assert [tuple(each) for each in file.rollbacks("b")] == [(1, 0)]
-    assert [each.number for each in file.dead_letters(0, 9, model="b")] == [2]
+    assert [each.number for each in file.dead_letters(0, 9, model="b")] == [3]
+    assert file.fates([1, 2, 3, 4], "b") == {3: "ValueError: no"}
     assert numbers(file, "b", 3) == [4, 5]
     assert file.rollbacks() == ()
+
+
+def test_a_late_model_has_what_becomes_of_the_champions_letters(file: JournalFile) -> None:
+    append(file, 5)
+    file.set_aside([letter(2), letter(3), letter(4)])
+    assert file.discard(2)
+    assert append(file, revived=(MAIN, 3)) == 6
+    file.attach("b", 5, 0.0)
+    assert append(file, revived=(MAIN, 4)) == 7
+    assert numbers(file, "b", 5) == [6]  # the champion has not learned 3, and 4 is a letter of "b"
+    assert file.fates([2, 3, 4, 7], "b") == {2: 0, 3: 6, 4: "ValueError: no", 7: "ValueError: no"}
+    assert append(file, revived=("b", 4)) == 8
+    assert (numbers(file, MAIN, 5), numbers(file, "b", 5)) == ([6, 7], [6, 8])
 
 
 def test_a_rollback_is_that_of_a_model_and_keeps_what_it_needs(file: JournalFile) -> None:
@@ -163,7 +181,7 @@ def test_no_model_misses_a_row_whatever_the_others_do(file: JournalFile, seed: i
                 each |= {first, first + 1}
         elif what == 1 and model not in todo:
             file.attach(model, saved[MAIN], 0.0)
-            dead[model] = {each for each in dead[model] if each <= saved[MAIN]}
+            dead[model] = {each for each in dead[MAIN] if each <= saved[MAIN]}
             todo[model] = {each for each in file_numbers(file) if each > saved[MAIN]}
             todo[model] -= set(gone(file, model))
             saved[model] = saved[MAIN]

@@ -426,20 +426,25 @@ async def test_the_first_model_holds_nobody_up_once_another_is_served(folder: Pa
 
 @pytest.mark.asyncio
 async def test_tickets_wait_for_who_is_served_when_they_are_settled(folder: Path) -> None:
+    gate = asyncio.Event()
+
     class Moody(Counting):
         async def step(self, ctx: ar.ReplicaContext, batch: Any) -> dict[str, float]:
             if (batch["id"] == 2).any():
                 raise ValueError("not for me")
+            if (batch["id"] == 3).any():
+                await gate.wait()
             return await super().step(ctx, batch)
 
     given: Options = {"journal": None, "num_replicas": 1, "max_batch": 1, "max_delay_s": 0.0}
     async with models(folder, rivals={"b": Moody(folder / "b", **given)}) as found:
         first, second = found["main"].learner, found["b"].learner
         await take(found, 0)
+        await until_caught_up(found)
+        await second.checkpoint()
         await first.pause()
         ahead = [await first.submit(example(i)) for i in (1, 2)]
         await until(lambda: second.statistics().learned_number == 3)
-        await second.pause()
         behind = await first.submit(example(3))
         assert not any(each.is_done for each in (*ahead, behind))
         version = await first.promote("b")
@@ -450,7 +455,7 @@ async def test_tickets_wait_for_who_is_served_when_they_are_settled(folder: Path
         first.resume()
         await until(lambda: first.statistics().learned_number == 4)
         assert not behind.is_done
-        second.resume()
+        gate.set()
         assert await behind > version
         assert first.statistics().queue_depth == 0
 
