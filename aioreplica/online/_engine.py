@@ -66,7 +66,6 @@ class Engine:
         self.began = ""
         self.detached = ""
         self.untold: dict[int, str] = {}  # errors of examples that others may be asked about
-        self.was_open = before is not None and before.learning.learned_number > 0
         self.changed = Signal()
         self.saving = Saving(settings, self.journal, self.changed.give)
         self.streams: Living[RecordStream] = Living()
@@ -80,6 +79,7 @@ class Engine:
             schema.version,
         )
         self.learning = Learning(settings, step_fn, serving, self.dead, self.changed)
+        self.was_open = before is not None and before.learning.learned_number > 0
         self.requests: deque[RollbackRequest] = deque()
         self.is_paused = False
         self.is_closing = False

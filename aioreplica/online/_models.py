@@ -164,8 +164,8 @@ class Models:
                 self.problems[name] = described(error)
                 LOGGER.warning("The challenger %r could not be opened: %s", name, described(error))
         self._owner.champion = self.engines[self.champion_name]
-        lags = self._lags().items()
-        self._lags_allowed = {name: lag + self._max_lag for name, lag in lags if lag > self._max_lag}
+        most = self._max_lag
+        self._lags_allowed = {name: lag + most for name, lag in self._lags().items() if lag > most}
         known = await journal.consumers()
         self._absent = {
             name: consumer.learned

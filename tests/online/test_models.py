@@ -12,8 +12,13 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
-from aioreplica.errors import ContextError, JournalError, PoisonedExampleError
-from aioreplica.online import Journal, SnapshotReader
+from aioreplica.errors import (
+    CheckpointError,
+    ContextError,
+    JournalError,
+    PoisonedExampleError,
+)
+from aioreplica.online import Journal, Migration, SnapshotReader
 
 from .program import RAISES, WRITES_NAN, Counting, example
 
@@ -318,6 +323,125 @@ async def test_a_late_model_begins_with_the_champions_checkpoint(folder: Path) -
 
 
 @pytest.mark.asyncio
+async def test_a_late_model_loses_nothing_that_the_champion_takes_again(folder: Path) -> None:
+    moody = True
+
+    class Moody(Counting):
+        async def step(self, ctx: ar.ReplicaContext, batch: Any) -> dict[str, float]:
+            if moody and (batch["id"] == 1).any():
+                raise ValueError("not yet")
+            return await super().step(ctx, batch)
+
+    async with Moody(folder, max_batch=1) as program:
+        for i in range(3):
+            await program.learner.submit(example(i))
+    moody = False
+    async with models(folder) as found:
+        first, second = found["main"].learner, found["b"].learner
+        assert second.statistics().began == "with the champion's checkpoint 3"
+        ticket = await first.retry(2)
+        assert await ticket > 0
+        await until_caught_up(found)
+        assert (found["main"].learned(), found["b"].learned()) == ([1, 1, 1], [1, 0, 1])
+        assert [each.number for each in await second.dead_letters()] == [2]
+        await first.promote("b")
+        for number in (2, 4):
+            with pytest.raises(PoisonedExampleError, match="not yet"):
+                await (await first.ticket(number))
+        await (await second.retry(2))
+        await until_caught_up(found)
+        assert found["main"].learned() == found["b"].learned() == [1, 1, 1]
+
+
+@pytest.mark.asyncio
+async def test_a_late_model_takes_no_checkpoint_that_counts_no_more(folder: Path) -> None:
+    async with models(folder) as found:
+        await take(found, 0)
+        await until_caught_up(found)
+        await found["b"].learner.checkpoint()
+        await found["main"].learner.promote("b")
+        await take(found, 1, 2)
+    file = Journal(folder / "journal.db").file()
+    file.open()
+    file.roll_back(1, 1, [2], 0.0, "b")
+    file.close()
+    rivals: dict[str, Options | Counting] = {"c": {}, "b": {}}  # opened in this order
+    async with models(folder, rivals=rivals) as found:
+        assert found["c"].learner.statistics().began == "with the champion's checkpoint 1"
+        await until_caught_up(found)
+        assert found["b"].learned() == [1, 0, 1]
+
+
+@pytest.mark.asyncio
+async def test_a_model_that_has_learned_nothing_may_be_opened_again(folder: Path) -> None:
+    again = rival(folder)
+    for _ in range(2):
+        async with models(folder, rivals={"b": again}) as found:
+            assert found["main"].learner.statistics().not_open == {}
+
+
+@pytest.mark.asyncio
+async def test_a_late_model_without_a_way_between_spec_versions_begins_with_its_own_values(
+    folder: Path,
+) -> None:
+    async with Counting(folder, max_batch=1) as program:
+        await (await program.learner.submit(example(0)))
+    now: Options = {"spec_version": 2}
+    async with models(folder, rivals={"b": now}, migrate={1: Migration()}, **now) as found:
+        assert found["main"].learner.statistics().not_open == {}
+        began = found["b"].learner.statistics().began
+        assert "behind example 1: Checkpoint 1 has spec version 1, this program is" in began
+        await take(found, 1)
+        await until_caught_up(found)
+        assert (found["main"].learned(), found["b"].learned()) == ([1, 1], [0, 1])
+
+
+@pytest.mark.asyncio
+async def test_one_that_begins_far_behind_has_time_to_catch_up(folder: Path) -> None:
+    async with Counting(folder, max_batch=1) as program:
+        await (await program.learner.submit(example(0)))
+        await program.learner.checkpoint()
+        for i in range(1, 10):
+            await (await program.learner.submit(example(i)))
+
+    class Slow(Counting):
+        def __init__(self, folder: Path) -> None:
+            super().__init__(folder, journal=None, num_replicas=1)
+            self.gate = asyncio.Event()
+
+        async def step(self, ctx: ar.ReplicaContext, batch: Any) -> dict[str, float]:
+            await self.gate.wait()
+            return await super().step(ctx, batch)
+
+    shutil.copytree(folder, folder / "stuck")
+    for path, ids in ((folder / "stuck", range(10, 15)), (folder, range(10, 13))):
+        slow = Slow(path / "b")
+        other_state(slow)
+        async with models(path, rivals={"b": slow}, max_lag=4) as found:
+            second = found["b"].learner
+            await take(found, *ids)
+            if path != folder:
+                await until(lambda: second.state == "detached")  # noqa: B023 - it is awaited here
+                assert second.statistics().detached.startswith("it was 14 examples behind")
+                slow.gate.set()
+                continue
+            slow.gate.set()
+            await until(lambda: second.state == "detached" or not second.statistics().lag)  # noqa: B023
+            assert slow.learned() == [0, *[1] * 12]
+            assert second.state == "running"
+
+
+def other_state(program: Counting) -> None:
+    """Let a model have a variable that no other one has."""
+    with program.strategy.scope():
+        extra = ar.Variable(np.zeros(2))
+    program.learner = ar.online.OnlineLearner(
+        program.strategy, program.step, {**program.variables, "extra": extra}, max_batch=1,
+        max_delay_s=0.0, queue_size=1, checkpoints=program.manager,
+    )  # fmt: skip
+
+
+@pytest.mark.asyncio
 async def test_one_of_another_state_begins_with_its_own_values(folder: Path) -> None:
     async with Counting(folder, max_batch=1) as program:
         for i in range(3):
@@ -326,14 +450,7 @@ async def test_one_of_another_state_begins_with_its_own_values(folder: Path) -> 
         await program.learner.submit(example(3))
 
     other = rival(folder, max_batch=1)
-    other.variables["more"] = other.counts
-    strategy = other.strategy
-    with strategy.scope():
-        extra = ar.Variable(np.zeros(2))
-    other.learner = ar.online.OnlineLearner(
-        strategy, other.step, {**other.variables, "extra": extra}, max_batch=1, max_delay_s=0.0,
-        queue_size=1, checkpoints=other.manager,
-    )  # fmt: skip
+    other_state(other)
     async with models(folder, rivals={"b": other}) as found:
         began = found["b"].learner.statistics().began
         assert began.startswith("with its own values, behind example 3: Step 4 does not match")
@@ -571,6 +688,117 @@ async def test_closing_waits_for_who_is_served(folder: Path) -> None:
         await first.aclose()
         assert all([await ticket for ticket in tickets])
         assert found["b"].learned() == [1] * 9
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_open", [True, False])
+async def test_a_late_model_that_is_promoted_survives_a_crash(folder: Path, is_open: bool) -> None:
+    async with models(folder, rivals={}) as found:
+        await take(found, *range(5))
+    async with models(folder) as found:
+        if is_open:
+            await found["main"].learner.promote("b")
+        shutil.copytree(folder, folder / "killed")
+    if not is_open:
+        file = Journal(folder / "killed" / "journal.db").file()
+        file.open()
+        file.promote("b")
+        file.close()
+    async with models(folder / "killed") as found:
+        assert found["main"].learner.champion == "b"
+        await take(found, 5)
+        await until_caught_up(found)
+        assert found["main"].learned() == found["b"].learned() == [1] * 6
+
+
+@pytest.mark.asyncio
+async def test_a_model_is_promoted_once_it_has_a_checkpoint(folder: Path) -> None:
+    async with models(folder) as found:
+        first, manager = found["main"].learner, found["b"].manager
+        save = manager.save
+
+        async def fail(*_args: Any, **_options: Any) -> None:
+            raise OSError("no room")
+
+        manager.save = fail
+        with pytest.raises(CheckpointError, match="No checkpoint was saved: no room"):
+            await first.promote("b")
+        assert first.champion == "main"
+        manager.save = save
+        await first.promote("b")
+        assert (first.champion, manager.steps()) == ("b", (0,))
+
+
+@pytest.mark.asyncio
+async def test_the_first_model_goes_on_alone_behind_all_versions(folder: Path) -> None:
+    async with models(folder) as found:
+        first = found["main"].learner
+        await take(found, 0, 1)
+        await until_caught_up(found)
+        await first.promote("b")
+        await take(found, 2)
+        await until_caught_up(found)
+        await first.checkpoint()
+        seen = await first.promote("main")
+        shutil.copytree(folder, folder / "killed")
+    async with Counting(folder / "killed", max_batch=1) as alone:
+        assert alone.learner.version > seen
+        assert alone.learned() == [1] * 3
+
+
+@pytest.mark.asyncio
+async def test_a_promotion_that_was_given_up_does_not_undo_a_later_one(folder: Path) -> None:
+    async with models(folder) as found:
+        await take(found, 0)
+        await until_caught_up(found)
+        first = found["main"].learner
+        assert first._engine is not None
+        those = first._engine.models
+        promote, began, gate = those._promote, asyncio.Event(), asyncio.Event()
+
+        async def slow(name: str) -> int:
+            began.set()
+            await gate.wait()
+            return await promote(name)
+
+        those._promote = slow  # type: ignore[method-assign]
+        given_up = asyncio.ensure_future(first.promote("b"))
+        await began.wait()
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        later = asyncio.ensure_future(first.promote("main"))
+        gate.set()
+        await later
+        assert first.champion == "main"
+    assert first.champion == "main"
+
+
+@pytest.mark.asyncio
+async def test_one_that_is_paused_or_further_behind_than_the_queue_is_not_promoted(
+    folder: Path,
+) -> None:
+    gate = asyncio.Event()
+
+    class Slow(Counting):
+        async def step(self, ctx: ar.ReplicaContext, batch: Any) -> dict[str, float]:
+            await gate.wait()
+            return await super().step(ctx, batch)
+
+    slow = Slow(folder / "b", journal=None, num_replicas=1, max_delay_s=0.0)
+    async with models(folder, rivals={"b": slow}, queue_size=2) as found:
+        first, second = found["main"].learner, found["b"].learner
+        await take(found, 0, 1, 2)
+        said = "as it is behind by more than the queue takes: 3 examples are not learned"
+        with pytest.raises(ValueError, match=said):
+            await first.promote("b")
+        gate.set()
+        await second.pause()
+        with pytest.raises(ValueError, match="'b' cannot be promoted, as it is paused"):
+            await first.promote("b")
+        second.resume()
+        await until_caught_up(found)
+        await first.promote("b")
 
 
 # ---- disks -------------------------------------------------------------------------------
