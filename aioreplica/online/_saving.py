@@ -174,8 +174,7 @@ class Saving:
         first = self._journal.first_number - 1
         assert other.checkpoints is not None  # as it has a model
         reader = CheckpointManager(other.checkpoints._storage)
-        rollbacks = await self._journal.of(name).rollbacks()
-        void = await run_on_host(void_steps, reader, rollbacks)
+        void = await run_on_host(void_steps, reader, await self._journal.of(name).rollbacks())
         able = [step for step in await run_on_host(reader.steps) if step not in void]
         if not able:
             return first, "the champion has no checkpoint yet."
@@ -192,7 +191,6 @@ class Saving:
         await self._remove_void()
         self._progress.update(journal=self._journal.facts.id, model=self._journal.model)
         self._progress.update(learned=learned, generation=self.generation, served={}, judged={})
-        self._postpone()
         if learned:  # or the journal has all that it takes to begin again
             await self.begin(learned, self.version, {})
             await self.settled()

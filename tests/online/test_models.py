@@ -18,7 +18,7 @@ from aioreplica.errors import (
     JournalError,
     PoisonedExampleError,
 )
-from aioreplica.online import Journal, Migration, SnapshotReader
+from aioreplica.online import Journal, SnapshotReader
 
 from .program import RAISES, WRITES_NAN, Counting, example
 
@@ -378,22 +378,6 @@ async def test_a_model_that_has_learned_nothing_may_be_opened_again(folder: Path
     for _ in range(2):
         async with models(folder, rivals={"b": again}) as found:
             assert found["main"].learner.statistics().not_open == {}
-
-
-@pytest.mark.asyncio
-async def test_a_late_model_without_a_way_between_spec_versions_begins_with_its_own_values(
-    folder: Path,
-) -> None:
-    async with Counting(folder, max_batch=1) as program:
-        await (await program.learner.submit(example(0)))
-    now: Options = {"spec_version": 2}
-    async with models(folder, rivals={"b": now}, migrate={1: Migration()}, **now) as found:
-        assert found["main"].learner.statistics().not_open == {}
-        began = found["b"].learner.statistics().began
-        assert "behind example 1: Checkpoint 1 has spec version 1, this program is" in began
-        await take(found, 1)
-        await until_caught_up(found)
-        assert (found["main"].learned(), found["b"].learned()) == ([1, 1], [0, 1])
 
 
 @pytest.mark.asyncio
