@@ -196,8 +196,8 @@ class TorchModule:
         state = {key: local_value(variable) for key, variable in self._buffers.items()}
         shell.bind({key: _tensor(value) for key, value in state.items()})
         device, as_tensor = _device_of(args, kwargs), _as_tensor
+        shell.move(device)
         if device is not None:
-            shell.move(device)
             as_tensor = partial(_as_tensor, device=device)
         args, kwargs = map_leaves(as_tensor, (args, kwargs))
         before = shell.versions()
@@ -309,6 +309,8 @@ class _Shell:
     def __init__(self, module: nn.Module, empty: dict[str, torch.Tensor]) -> None:
         self.module = module
         self._empty = empty
+        self._given = dict(empty)  # on the host
+        self._device: torch.device | None = None
         keys = {id(tensor): key for key, tensor in empty.items()}
         self._places: list[tuple[dict[str, torch.Tensor], str, str]] = []
         self.names: dict[str, list[str]] = {key: [] for key in empty}
@@ -333,16 +335,23 @@ class _Shell:
         return self.of(self.module, self._empty)
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put tensors in their places."""
+        """Put tensors of the host in their places."""
+        self._given.update(tensors)
+        self._put(tensors)
+
+    def move(self, device: torch.device | None) -> None:
+        """Copy the tensors to a device, None for the host; gradients come back the same way."""
+        if device != self._device:
+            self._put(self._given)  # a loss may have called the module on another one
+            self._device = device
+        if device is not None:
+            with torch.inference_mode(mode=False):
+                self._put({key: self.tensor(key).to(device) for key in self._empty})
+
+    def _put(self, tensors: Mapping[str, torch.Tensor]) -> None:
         for place, label, key in self._places:
             if key in tensors:
                 place[label] = tensors[key]
-
-    def move(self, device: torch.device) -> None:
-        """Copy the tensors to a device; gradients come back the same way."""
-        with torch.inference_mode(mode=False):
-            moved = {key: self.tensor(key).to(device) for key in self._empty}
-        self.bind(moved)
 
     def clear(self) -> None:
         """Take the tensors out."""

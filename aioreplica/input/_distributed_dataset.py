@@ -374,7 +374,7 @@ class DistributedIterator:
             # A save or restore between steps must not find a batch that no step has seen behind
             # the place. What was put back is the next batch, unless the epoch is left meanwhile.
             epoch.put_back((item,), None)
-            await gate.opened()
+            await gate.loop_opened(epoch.name)
         self._dataset.delivered(epoch, item)
         if item is None:
             raise StopAsyncIteration

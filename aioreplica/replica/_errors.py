@@ -291,6 +291,12 @@ def _awaitable_in_thread_error(what: str, place: Place) -> ContextError:
             "program that waits for that. Use `await ar.run_on_host(fn)`, or call the function in "
             "the device program."
         )
+    if what == "read":
+        return ContextError(
+            "read was called in a plain function, on the device thread of its replica, where "
+            "nothing can be awaited. Make the step function `async def`; or read the variable "
+            "before the run, on all workers, and pass the value."
+        )
     if place.is_outside:
         return ContextError(
             f"{what} was called in outside_compilation, while the device program waits for that. "

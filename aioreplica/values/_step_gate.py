@@ -9,11 +9,16 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
 from typing import Any, final
 
 from ..context import PLACE
+
+HELD_S = 10.0
+"""How long a loop may be held before that is warned of."""
+LOOKS_PER_HOLD = 4
 
 
 @final
@@ -58,6 +63,38 @@ class StepGate:
             return  # a step inside a step: what waits for idleness waits for this one too
         while self.is_closed:
             await _wait_in(self._open)
+
+    async def loop_opened(self, name: str) -> None:
+        """Wait as `opened` does, for a loop of this name.
+
+        Warns:
+            RuntimeWarning: If it is held for long: what is waited for may wait for the loop.
+
+        Cancellation:
+            Stops waiting; nothing else changes.
+        """
+        timer: asyncio.TimerHandle
+        loop, num_looks = asyncio.get_running_loop(), 0
+
+        def look() -> None:
+            nonlocal timer, num_looks
+            num_looks += 1  # a loop that was blocked looks late, and once
+            if num_looks < LOOKS_PER_HOLD:
+                timer = loop.call_later(HELD_S / LOOKS_PER_HOLD, look)
+                return
+            text = (
+                f"{name} gets no batch since {HELD_S:g} s: a save or restore of several strategies "
+                "holds it, until a step of another one has ended. If that step waits for what this "
+                "loop does, none of them goes on: cancel the save or restore, and save each "
+                "strategy by itself."
+            )
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+        timer = loop.call_later(HELD_S / LOOKS_PER_HOLD, look)
+        try:
+            await self.opened()
+        finally:
+            timer.cancel()
 
     def close(self) -> None:
         """Hold steps back, until every `close` was followed by an `open`."""

@@ -104,6 +104,21 @@ def test_gradients_are_those_of_torch_bit_by_bit() -> None:
     assert [v for _, v in pairs] == list(model.variables)
 
 
+def test_a_loss_may_call_a_module_on_a_device_and_then_on_the_host() -> None:
+    model = torch_module(mlp())
+
+    def loss() -> Any:
+        first = model(torch.tensor(X)).sum()
+        for _ in range(2):
+            assert model(torch.ones(8, 4, device="meta")).device.type == "meta"
+        return first + model(X).sum()
+
+    _, pairs = differentiate_variables(loss, model.variables)
+
+    expected = gradients_of(mlp(), X, lambda y: y.sum() + y.sum())
+    assert_all_equal([gradient for gradient, _ in pairs], expected)
+
+
 def test_the_module_itself_is_left_alone() -> None:
     module = mlp()
     before = {name: t.clone() for name, t in module.state_dict().items()}

@@ -17,6 +17,7 @@ from aioreplica.checkpoint import CheckpointManager
 from aioreplica.errors import CheckpointNotCommittedError, ContextError
 from tests.conftest import mirrored
 from tests.sequencer import idle
+from tests.strategies.test_quiet_runs import run as run_without_waiting
 
 from .simulated_files import SimulatedFiles, SimulatedStorage
 
@@ -420,6 +421,32 @@ async def test_a_step_may_wait_for_a_loop_over_its_own_batches(tmp_path: Path) -
     async with asyncio.timeout(30):
         await asyncio.gather(running, saving, feeding)
     await training.aclose()
+
+
+def test_a_loop_that_is_held_for_long_is_warned_of_once_and_stays_held(tmp_path: Path) -> None:
+    """The step that the save waits for may wait for the loop: nothing else would tell."""
+
+    async def main() -> None:
+        pair = Pair(tmp_path)
+        saving = await pair.save_held_back()
+        taking = asyncio.ensure_future(anext(aiter(pair.free.data)))
+        await asyncio.sleep(9.5)
+        loop: Any = asyncio.get_running_loop()
+        assert loop.told == []
+        await asyncio.sleep(90)
+        assert len(loop.told) == 1
+        assert not taking.done()
+
+        saving.cancel()  # as it says
+        await taking
+        pair.go_on.set()
+        await pair.running
+        await pair.aclose()
+
+    [text] = run_without_waiting(main)[0]
+    assert text.startswith("epoch 0 of ")
+    assert "gets no batch since 10 s" in text
+    assert "cancel the save" in text
 
 
 @pytest.mark.slow

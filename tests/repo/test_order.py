@@ -28,6 +28,8 @@ WAITS = {"wait", "result"}
 POLLS = {"sleep", "wait"}
 
 ALLOWED = {
+    "checkpoint/test_cut.py::test_a_loop_that_is_held_for_long_is_warned_of_once_and_stays_held":
+        "on a loop of its own, in virtual time",
     "device_loop/test_infeed.py::test_a_thread_that_wants_several_is_woken_once":
         "a number of batches, not of seconds",
     "benchmarks/test_real_bugs.py::LOST_UPDATE": "a program that the testing kit runs",

@@ -107,8 +107,10 @@ async def test_a_merge_function_reads_and_a_plain_step_is_refused() -> None:
             return await ctx.merge_call(merge)
 
         def plain() -> None:
-            with pytest.raises(ContextError, match="read was called in a plain function"):
+            with pytest.raises(ContextError, match="read was called in a plain function") as told:
                 w.read()
+            assert "blocking" not in str(told.value)  # there is no twin that waits on the thread
+            assert "pass the value" in str(told.value)
 
         async def forgets() -> None:
             w.read(0)

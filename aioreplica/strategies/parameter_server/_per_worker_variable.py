@@ -40,7 +40,7 @@ class PerWorkerVariable(PerWorkerResource):
     num_gone = 0
 
     async def read_all(self) -> list[Array]:
-        """Return the value that each worker has, by the worker's index.
+        """Return the values of the workers that there are, in the order of their indices.
 
         It is read behind the closures that are with a worker. A worker that has run no closure with
         the variable has the initial value, and so has one that came in the place of a lost one.
