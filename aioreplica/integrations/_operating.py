@@ -29,7 +29,7 @@ from starlette.responses import Response
 
 from ..errors import CheckpointError, ContextError, JournalError, PoisonedExampleError
 from ..online import DeadLetter, OnlineLearner
-from ..online._journal_format import MAIN
+from ..online._journal_format import MAIN, MAX_NUMBER
 from ..online._labels import taken_again
 from ..tree import map_leaves
 from ._request import Limits, answer, only_numbers, read_json, refusal
@@ -151,7 +151,7 @@ def _model(learner: OnlineLearner, name: object) -> OnlineLearner:
 def _numbers(given: Given) -> list[int]:
     numbers = given.get("numbers")
     is_list = isinstance(numbers, list) and 0 < len(numbers) <= MAX_NUMBERS
-    if not is_list or any(type(number) is not int for number in numbers or ()):
+    if not is_list or any(type(x) is not int or x > MAX_NUMBER for x in numbers or ()):
         raise ValueError(f"numbers must be a list of 1 to {MAX_NUMBERS} numbers of dead letters.")
     return list(numbers or ())
 
@@ -200,7 +200,7 @@ async def operate(path: str, learner: OnlineLearner, limits: Limits, request: Re
         done = await operation(asked, given)
     except _REFUSED as error:
         raise _refusal_of(error) from error
-    now = asked.statistics()
+    now = (_model(learner, None) if path == PROMOTE else asked).statistics()
     about = {"model": now.model, "state": now.state, "generation": now.generation}
     return answer({**done, **about, "version": now.version, "newest_version": now.newest_version})
 

@@ -64,6 +64,17 @@ def step_before(
     return before[-1]
 
 
+def owner_of(manager: CheckpointManager) -> tuple[str, str] | None:
+    """Return the model and the journal of the newest checkpoint, "" without one; None if unknown.
+
+    Raises:
+        CheckpointError: If something cannot be read.
+    """
+    steps = manager.steps()
+    facts = plain_value(manager._storage, steps[-1], "online") if steps else None
+    return (facts.get("model", MAIN), facts.get("journal", "")) if facts else None
+
+
 def require_own(manager: CheckpointManager, path: Path, journal: str, model: str) -> None:
     """Check that the checkpoints of a folder are those of a model, by the newest one.
 
@@ -71,11 +82,11 @@ def require_own(manager: CheckpointManager, path: Path, journal: str, model: str
         JournalError: If they are not.
         CheckpointError: If something cannot be read.
     """
-    steps, storage = manager.steps(), manager._storage
-    facts = (plain_value(storage, steps[-1], "online") or {}) if steps else {}
-    if not facts:
+    storage = manager._storage
+    found = owner_of(manager)
+    if found is None:
         return
-    saved, own = facts.get("model", MAIN), facts.get("journal", "")
+    saved, own = found
     if own in {"", journal} and saved != model:
         raise JournalError(
             f"The checkpoints in {storage} are those of the model {saved!r}, not of {model!r}. "

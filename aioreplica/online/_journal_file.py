@@ -527,7 +527,7 @@ class _JournalDatabase:
     def _told(self, what: str) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, ValueError, MemoryError) as error:
+        except (sqlite3.Error, ValueError, OverflowError, MemoryError) as error:
             name = getattr(error, "sqlite_errorname", type(error).__name__)
             raise JournalError(
                 f"The journal {self.path} could not be {what}: {error} ({name}). {advice_for(name)}"

@@ -53,6 +53,9 @@ CREATE TABLE offsets (source TEXT PRIMARY KEY, read_to TEXT NOT NULL) WITHOUT RO
 _VERSION_5 = ""
 """Reserved."""
 
+MAX_NUMBER = 2**63 - 1
+"""Of an example: the largest that a file can hold."""
+
 MAIN = "main"
 """The model whose learner has the journal."""
 

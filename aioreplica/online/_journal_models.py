@@ -117,12 +117,14 @@ def promote(run: Run, model: str, learned: int | None, version: int, last: int) 
     begin behind all that any model may have published.
 
     Raises:
-        ValueError: If it is not attached.
+        JournalError: If it is not attached.
     """
-    found = consumers(run).get(model)
+    known = consumers(run)
+    found = known.get(model)
     if found is None or found.detached:
-        why = "it is not known here" if found is None else f"it is detached: {found.detached}"
-        raise ValueError(f"Model {model!r} cannot be promoted, as {why}.")
+        listed = ", ".join(map(repr, known))
+        why = f"there are only {listed}" if found is None else f"it is detached: {found.detached}"
+        raise JournalError(f"Model {model!r} cannot be promoted, as {why}.")
     if learned is None:
         [[ahead, least]] = run("SELECT max(coalesce(ahead, 0)), max(least_version) FROM consumers")
         learned, version = found.learned, max(last + ahead, least) + 1

@@ -291,13 +291,13 @@ class OnlineLearner:
         Cancellation:
             Stops waiting; it is pinned.
         """
-        engine = self._open_engine().served
+        engine = _served_by(self._open_engine())
         engine.serving.pin(version)
         await _keep_served(engine)
 
     async def unpin(self) -> None:
         """Serve the newest version again, unless `publish_if` holds it back; as `pin`."""
-        engine = self._open_engine().served
+        engine = _served_by(self._open_engine())
         engine.serving.unpin()
         await _keep_served(engine)
 
@@ -570,6 +570,16 @@ class OnlineLearner:
         engine = self._engine
         about = "" if engine is None else f", version {self.version}, {engine.intake.depth} queued"
         return f"<OnlineLearner | {self.state}{about}>"
+
+
+def _served_by(engine: Engine) -> Engine:
+    """Return the one of the model that is served."""
+    if engine.served.is_closing:
+        raise ContextError(
+            f"The model {engine.served.model!r}, which is served, has ended. Promote another one, "
+            "or restart the program."
+        )
+    return engine.served
 
 
 async def _keep_served(engine: Engine) -> None:

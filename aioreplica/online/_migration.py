@@ -358,6 +358,7 @@ class Schema:
             raise CheckpointError(f"{what} {error}.") from None
         found = dict(given)
         for number, step in steps:
+            _require_fit(step, found, what, number)
             if step.added:
                 raise CheckpointError(
                     f"{what} has spec version {version}, in which {', '.join(sorted(step.added))} "

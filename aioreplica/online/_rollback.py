@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, final
 
 from ..checkpoint import CheckpointManager, Savepoint
 from ..errors import ContextError, JournalError
-from ._generations import step_before
+from ._generations import owner_of, step_before
 from ._intake import dead_error
 from ._journal import Journal
-from ._journal_format import Rollback
+from ._journal_format import MAIN, MAX_NUMBER, Rollback
 from ._journal_keys import without_rows
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def checked(to: object, skip: Sequence[int]) -> tuple[int, tuple[int, ...]]:
 
     Raises:
         TypeError: If something is no int.
-        ValueError: If a number is not positive, or an example to skip is not behind `to`.
+        ValueError: If a number is negative or too large, or an example to skip is not behind `to`.
     """
     if isinstance(to, bool) or not isinstance(to, int):
         raise TypeError(f"to must be an int, got {to!r}.")
@@ -62,6 +62,8 @@ def checked(to: object, skip: Sequence[int]) -> tuple[int, tuple[int, ...]]:
     if to < 0:
         raise ValueError(f"to must not be negative, got {to}.")
     numbers = tuple(sorted({*skip}))
+    if numbers and numbers[-1] > MAX_NUMBER:
+        raise ValueError(f"There is no example {numbers[-1]} to leave out.")
     if numbers and numbers[0] <= to:
         raise ValueError(
             f"Example {numbers[0]} cannot be left out by a rollback to {to}: it is learned by "
@@ -73,7 +75,7 @@ def checked(to: object, skip: Sequence[int]) -> tuple[int, tuple[int, ...]]:
 def roll_back_closed(
     journal: Journal, manager: CheckpointManager, to: int, skip: Sequence[int]
 ) -> int:
-    """Roll back where no learner is open; the next one that opens follows. Blocks.
+    """Roll back the model of a folder where no learner is open; the next one follows. Blocks.
 
     Returns:
         The number of the checkpoint that it will begin with.
@@ -81,17 +83,29 @@ def roll_back_closed(
     Raises:
         ValueError: As `OnlineLearner.rollback`.
         CheckpointError: If a checkpoint cannot be read.
-        JournalError: If a learner has the journal open, or it cannot be written.
+        JournalError: If a learner has the journal open, it cannot be written, or it is another one
+            than that of the checkpoints.
     """
     to, numbers = checked(to, skip)
     file = journal.file()
     facts = file.open()
     try:
-        base = step_before(manager, to, facts.first_number, facts.rollbacks)
+        model, own = owner_of(manager) or (MAIN, "")
+        if own not in {"", facts.id}:
+            raise JournalError(
+                f"The checkpoints in {manager._storage} belong to another journal (of id {own}) "
+                f"than {journal.path} (of id {facts.id})."
+            )
+        if model not in file.consumers():
+            raise JournalError(
+                f"The checkpoints in {manager._storage} are those of the model {model!r}, which "
+                f"{journal.path} does not know."
+            )
+        base = step_before(manager, to, facts.first_number, file.rollbacks(model))
         if to > facts.last_number:
             raise ValueError(f"There are only {facts.last_number} examples, no {to}.")
         _require_none(file.read(without_rows, numbers))
-        file.roll_back(base, to, numbers, time())
+        file.roll_back(base, to, numbers, time(), model)
     finally:
         file.close()
     return base

@@ -84,6 +84,8 @@ def test_another_model_is_promoted(folder: Path, run: Run) -> None:
         "model second\tup to 2, champion",
         "model third\tup to 2, detached: it was late",
     ]
+    code, _, err = run("promote", journal, "fourth")
+    assert (code, err.count("there are only 'main', 'second', 'third'.")) == (1, 1)
     code, _, err = run("promote", journal, "third")
     assert code == 1
     assert "is detached: it was late" in err

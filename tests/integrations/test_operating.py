@@ -250,6 +250,9 @@ async def test_another_model_is_promoted_over_http_and_asked_by_name(tmp_path: P
         assert (await operate(service, "/pause", {"model": "b"})).json()["model"] == "b"
         assert (first.learner.state, second.learner.state) == ("running", "paused")
         assert (await operate(service, "/resume", {"model": "b"})).json()["state"] == "running"
+        for path in ("/retry", "/discard"):
+            assert (await operate(service, path, {"numbers": [2**63]})).status == 422
+        assert (await operate(service, "/rollback", {"to": 0, "skip": [2**63]})).status == 422
         for body, said in (({}, "model is missing"), ({"model": "c"}, "'main', 'b'")):
             refused = await operate(service, "/promote", body)
             assert (refused.status, said in refused.json()["error"]) == (422, True)
@@ -257,6 +260,7 @@ async def test_another_model_is_promoted_over_http_and_asked_by_name(tmp_path: P
 
         done = (await operate(service, "/promote", {"model": "b"})).json()
         assert (done["champion"], done["version"]) == ("b", done["first_version"])
+        assert (done["model"], done["newest_version"]) == ("b", done["first_version"])
         bad = await first.learner.submit(example(2, RAISES))
         await until(lambda: bad.is_done)
         assert (await operate(service, "/checkpoint")).json()["model"] == "b"

@@ -148,7 +148,7 @@ def test_a_rollback_is_that_of_a_model_and_keeps_what_it_needs(file: JournalFile
 def test_one_is_promoted_and_its_versions_go_on_from_there(file: JournalFile) -> None:
     append(file, 9)
     file.attach("b", 0, 0.0)
-    with pytest.raises(JournalError, match="'c' cannot be promoted, as it is not known"):
+    with pytest.raises(JournalError, match="'c' cannot be promoted, as there are only 'b', 'main'"):
         file.promote("c", 4, 9)
     assert file.skip_versions(2, 2, "b") == 9
     file.promote("b", 4, 30)

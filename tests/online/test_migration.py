@@ -423,6 +423,13 @@ def test_a_reader_migrates_what_an_older_program_has_published(tmp_path: Path) -
         pytest.raises(CheckpointError, match="in which v is missing, added with version 4"),
     ):
         reader.read()
+    for renamed, said in (({"net/0": "v"}, "would have 'v' twice"), ({"x": "y"}, "has no 'x'")):
+        publish_snapshot(path, 9, {"net/0": np.ones(1), "v": np.zeros(1)})
+        with (
+            SnapshotReader(path, spec_version=2, migrate={1: Migration(renamed=renamed)}) as reader,
+            pytest.raises(CheckpointError, match=said),
+        ):
+            reader.read()
     with pytest.raises(ValueError, match="spec_version must be at least 1, got 0"):
         publish_snapshot(path, 9, {}, spec_version=0)
 

@@ -18,7 +18,7 @@ from aioreplica.errors import (
     JournalError,
     PoisonedExampleError,
 )
-from aioreplica.online import Journal, SnapshotReader
+from aioreplica.online import Journal, SnapshotReader, roll_back_closed
 
 from .program import RAISES, WRITES_NAN, Counting, example
 
@@ -466,6 +466,30 @@ async def test_a_rollback_is_that_of_one_model(folder: Path) -> None:
 
 
 # ---- promotions --------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_a_closed_model_is_rolled_back_by_its_folder(folder: Path) -> None:
+    keeping = {"b": Options(max_batch=1)}
+    async with models(folder, rivals=keeping) as found:
+        await take(found, 0)
+        await until_caught_up(found)
+        await found["b"].learner.checkpoint()
+        await take(found, 1, 2)
+        await until_caught_up(found)
+        await found["main"].learner.promote("b")
+    manager = ar.CheckpointManager(folder / "b" / "checkpoints")
+    assert roll_back_closed(Journal(folder / "journal.db"), manager, 1, [2]) == 1
+    async with models(folder, rivals=keeping) as found:
+        await until_caught_up(found)
+        assert found["b"].learned() == [1, 0, 1]
+        assert found["main"].learned() == [1, 1, 1]
+    other = Journal(folder / "other.db")
+    file = other.file()
+    file.open()
+    file.close()
+    with pytest.raises(JournalError, match="belong to another journal"):
+        roll_back_closed(other, manager, 1, [])
 
 
 @pytest.mark.asyncio
