@@ -294,7 +294,8 @@ class Models:
         if state == "running" and lag > self._owner.intake.size:
             state = "behind by more than the queue takes"
         if state != "running":
-            behind = f"{lag} examples are not learned"
+            is_only_paused = state == "paused" and not lag
+            behind = "resume it first" if is_only_paused else f"{lag} examples are not learned"
             why = engine.detached or engine.why_failed or engine.learning.retry_error or behind
             raise ValueError(f"Model {name!r} cannot be promoted, as it is {state}: {why}.")
         return engine

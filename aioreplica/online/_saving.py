@@ -384,9 +384,8 @@ class Saving:
     async def aclose(self) -> None:
         """End what goes on in the background, wait for a save, give the manager's lock back."""
         refuse_waiters(self)
-        task = self._task
         try:
-            if task is not None:
+            if (task := self._task) is not None:
                 task.cancel()
                 await task.ended(through_interrupt=True)
         finally:
@@ -395,6 +394,7 @@ class Saving:
                     await self._manager.aclose()
                 except CheckpointError as error:
                     self.error = str(error)
+            refuse_waiters(self)  # those who have asked meanwhile
 
 
 def refuse_waiters(saving: Saving) -> None:

@@ -738,6 +738,28 @@ async def test_a_model_is_promoted_once_it_has_a_checkpoint(folder: Path) -> Non
 
 
 @pytest.mark.asyncio
+async def test_a_promotion_of_a_model_that_ends_meanwhile_is_refused(folder: Path) -> None:
+    async with models(folder) as found:
+        first, manager = found["main"].learner, found["b"].manager
+        engine = found["b"].learner._engine
+        assert engine is not None
+        assert engine._main is not None
+        aclose, asked = manager.aclose, list[asyncio.Future[int]]()
+
+        async def closing() -> None:
+            asked.append(asyncio.ensure_future(first.promote("b")))
+            await until(lambda: engine.saving._waiters)
+            await aclose()
+
+        manager.aclose = closing
+        engine._main.cancel()
+        await until(lambda: asked)
+        with pytest.raises(CheckpointError, match="No checkpoint was saved: the learner was clos"):
+            await asked[0]
+        assert first.champion == "main"
+
+
+@pytest.mark.asyncio
 async def test_the_first_model_goes_on_alone_behind_all_versions(folder: Path) -> None:
     async with models(folder) as found:
         first = found["main"].learner
