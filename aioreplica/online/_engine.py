@@ -324,10 +324,10 @@ class Engine:
                 rows = [row for row in rows if row.number <= end]
                 batch = [Taken(row.number, journal.example_of(row), None, 0.0) for row in rows]
             except (JournalError, ValueError) as error:
-                learning.failure = str(error)
+                learning.reading_failed(error, is_last=self.is_closing)
                 return
             if not batch:
-                learning.learned_number = end
+                learning.pass_to(end)
                 self.models.free(self)
                 return
             free = self.models.free

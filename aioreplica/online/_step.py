@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import numbers
+import sqlite3
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -273,6 +274,20 @@ class Learning:
         else:
             self._forget_failures()
         self.has_skipped = not self.retry_error
+
+    def reading_failed(self, error: Exception, *, is_last: bool) -> None:
+        """Try again later where the disk has failed; a damaged row stops learning at once."""
+        if is_last or not isinstance(error.__cause__, sqlite3.OperationalError):
+            self.failure = str(error)
+        else:
+            self.retry_error, self.has_failed = str(error), True
+            self.backoff.failed(asyncio.get_running_loop().time())
+
+    def pass_to(self, number: int) -> None:
+        """Go on behind numbers that the journal has no examples of."""
+        self.learned_number = number
+        if self.retry_error:
+            self._forget_failures()
 
     def _forget_failures(self) -> None:
         self.has_failed, self.retry_error = False, ""

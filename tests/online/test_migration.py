@@ -301,19 +301,20 @@ async def test_a_label_joins_an_input_of_an_older_version(folder: Path) -> None:
     async def step(ctx: ar.ReplicaContext, batch: Any) -> None:
         batches.append(batch)
 
-    def learner(version: int, spec: Any) -> OnlineLearner:
+    def learner(strategy: ar.Strategy, version: int, spec: Any) -> OnlineLearner:
         return OnlineLearner(
-            Model(1).strategy, step, {"w": ar.Variable(np.zeros(1))}, max_batch=1, max_delay_s=0.0,
+            strategy, step, {"w": ar.Variable(np.zeros(1))}, max_batch=1, max_delay_s=0.0,
             queue_size=9, journal=Journal(folder / "journal.db", label_ttl_s=60.0),
             spec_version=version, migrate={each: forms[each] for each in range(1, version)},
             validate=ExampleSpec(spec),
         )  # fmt: skip
 
-    async with learner(1, {"input": 0.0, "target": 0}) as one:
+    older, newer = {"input": 0.0, "target": 0}, {"input": {"x": 0.0}, "target": [0]}
+    async with mirrored(1) as strategy, learner(strategy, 1, older) as one:
         one.expect(1.5, prediction_id="a")
         one.expect(2.5, prediction_id="b")
         await (await one.label("b", 7))
-    async with learner(3, {"input": {"x": 0.0}, "target": [0]}) as three:
+    async with mirrored(1) as strategy, learner(strategy, 3, newer) as three:
         ticket = await three.label("a", 4)
         await ticket
         assert batches[-1]["input"]["x"].tolist() == [1.5]

@@ -19,8 +19,10 @@ from aioreplica.errors import (
     PoisonedExampleError,
 )
 from aioreplica.online import Journal, SnapshotReader, roll_back_closed
+from aioreplica.online._journal_models import ROWS_OF_MODEL
 
 from .program import RAISES, WRITES_NAN, Counting, example
+from .test_journal import Failing
 
 Options = dict[str, Any]
 
@@ -262,6 +264,32 @@ async def test_one_that_always_fails_stops_alone(folder: Path) -> None:
     async with models(folder) as found:
         await until_caught_up(found)
         assert found["b"].learned() == found["main"].learned() == [1] * 20
+
+
+@pytest.mark.asyncio
+async def test_a_disk_that_fails_a_read_is_asked_again(folder: Path) -> None:
+    failing, failed, seen = Failing(), list[str](), [""]
+
+    def once(statement: str) -> bool:
+        is_read = seen[-1] != "BEGIN IMMEDIATE" and statement == ROWS_OF_MODEL and not failed
+        if statement in {"BEGIN IMMEDIATE", "COMMIT", "ROLLBACK"}:
+            seen.append(statement)
+        if is_read:
+            failed.append(statement)
+        return is_read
+
+    async with models(
+        folder, journal=Journal(folder / "journal.db", connect=failing.connect)
+    ) as found:
+        await take(found, 0)
+        await until_caught_up(found)
+        failing.fails_at = once
+        await take(found, 1)
+        await until_caught_up(found)
+        assert len(failed) == 1
+        states = {name: each.learner.state for name, each in found.items()}
+        assert states == {"main": "running", "b": "running"}
+        assert all(each.learned() == [1, 1] for each in found.values())
 
 
 @pytest.mark.asyncio
