@@ -1,0 +1,409 @@
+"""Promotions: another model is served, once and for all, whatever ends meanwhile."""
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aioreplica as ar
+from aioreplica.errors import CheckpointError, ContextError, JournalError, PoisonedExampleError
+from aioreplica.online import Journal, SnapshotReader
+
+from .program import Counting, example
+from .test_models import Options, models, take, until, until_caught_up
+
+
+@pytest.mark.asyncio
+async def test_a_promoted_model_is_served_and_so_it_is_after_a_restart(folder: Path) -> None:
+    published = folder / "published"
+    async with models(folder, publish_to=published) as found:
+        first = found["main"].learner
+        await take(found, 0, 1)
+        await until_caught_up(found)
+        before = first.version
+        version = await first.promote("b")
+        assert version > before
+        assert (first.champion, first.version) == ("b", version)
+        assert found["b"].counts in first.snapshot()
+        seen = await (await first.submit(example(2)))
+        assert seen == first.version > version
+        with SnapshotReader(published) as reader:
+            await until(lambda: reader.read().version == first.version)
+            assert reader.read()["counts"].tolist()[:3] == [1, 1, 1]
+        assert await first.promote("b") == first.version
+    async with models(folder, publish_to=published) as found:
+        first = found["main"].learner
+        assert first.champion == "b"
+        assert found["b"].counts in first.snapshot()
+        assert first.version == seen
+        again = await first.promote("main")
+        assert again > seen
+        assert found["main"].counts in first.snapshot()
+        await take(found, 3)
+    async with models(folder, publish_to=published) as found:
+        assert found["main"].learner.champion == "main"
+        assert found["main"].learned() == found["b"].learned() == [1] * 4
+
+
+@pytest.mark.asyncio
+async def test_the_first_model_holds_nobody_up_once_another_is_served(folder: Path) -> None:
+    async with models(folder, queue_size=2, max_lag=9) as found:
+        first = found["main"].learner
+        await take(found, 0)
+        await until_caught_up(found)
+        await first.checkpoint()
+        await first.promote("b")
+        await first.pause()
+        assert first.is_ready
+        await take(found, *range(1, 12))
+        await until(lambda: first.state == "detached")
+        assert first.is_ready
+        with pytest.raises(ValueError, match="'main' cannot be promoted, as it is detached"):
+            await first.promote("main")
+    async with models(folder) as found:
+        first = found["main"].learner
+        assert first.champion == "b"
+        assert first.statistics().began == "with the champion's checkpoint 12"
+        assert found["main"].learned() == [1] * 12
+        await take(found, 12)
+        await until_caught_up(found)
+        assert found["main"].learned() == found["b"].learned() == [1] * 13
+
+
+@pytest.mark.asyncio
+async def test_tickets_wait_for_who_is_served_when_they_are_settled(folder: Path) -> None:
+    gate = asyncio.Event()
+
+    class Moody(Counting):
+        async def step(self, ctx: ar.ReplicaContext, batch: Any) -> dict[str, float]:
+            if (batch["id"] == 2).any():
+                raise ValueError("not for me")
+            if (batch["id"] == 3).any():
+                await gate.wait()
+            return await super().step(ctx, batch)
+
+    given: Options = {"journal": None, "num_replicas": 1, "max_batch": 1, "max_delay_s": 0.0}
+    async with models(folder, rivals={"b": Moody(folder / "b", **given)}) as found:
+        first, second = found["main"].learner, found["b"].learner
+        await take(found, 0)
+        await until_caught_up(found)
+        await second.checkpoint()
+        await first.pause()
+        ahead = [await first.submit(example(i)) for i in (1, 2)]
+        await until(lambda: second.statistics().learned_number == 3)
+        behind = await first.submit(example(3))
+        assert not any(each.is_done for each in (*ahead, behind))
+        version = await first.promote("b")
+        assert await ahead[0] == version
+        with pytest.raises(PoisonedExampleError, match=r"Example 3 was set aside: .*not for me"):
+            await ahead[1]
+        assert not behind.is_done
+        first.resume()
+        await until(lambda: first.statistics().learned_number == 4)
+        assert not behind.is_done
+        gate.set()
+        assert await behind > version
+        assert first.statistics().queue_depth == 0
+
+
+@pytest.mark.asyncio
+async def test_letters_of_who_is_served_are_taken_again_for_it_alone(folder: Path) -> None:
+    moody = True
+
+    class Moody(Counting):
+        async def step(self, ctx: ar.ReplicaContext, batch: Any) -> dict[str, float]:
+            if moody and (batch["id"] == 1).any():
+                raise ValueError("not for me")
+            return await super().step(ctx, batch)
+
+    given: Options = {"journal": None, "num_replicas": 1, "max_batch": 1, "max_delay_s": 0.0}
+    async with models(folder, rivals={"b": Moody(folder / "b", **given)}) as found:
+        first, second = found["main"].learner, found["b"].learner
+        await take(found, 0, 1, 2)
+        await until_caught_up(found)
+        await first.promote("b")
+        with pytest.raises(ContextError, match="'main' is not served"):
+            await first.retry(2)
+        moody = False
+        ticket = await second.retry(2)
+        assert ticket.number == 4
+        assert await ticket == first.version
+        await take(found, 3)
+        await until_caught_up(found)
+    async with models(folder) as found:
+        assert found["main"].learned() == found["b"].learned() == [1] * 4
+
+
+@pytest.mark.asyncio
+async def test_the_champion_has_to_be_there(folder: Path) -> None:
+    async with models(folder) as found:
+        await take(found, 0)
+        await until_caught_up(found)
+        await found["main"].learner.promote("b")
+    with pytest.raises(JournalError, match="'b' is the champion of the journal, and there are 'ma"):
+        await Counting(folder).__aenter__()
+    (folder / "b").rename(folder / "gone")
+    shutil.copytree(folder / "checkpoints", folder / "b" / "checkpoints")
+    with pytest.raises(JournalError, match="those of the model 'main', not of 'b'"):
+        async with models(folder):
+            pass
+    shutil.rmtree(folder / "b")
+    (folder / "gone").rename(folder / "b")
+    async with models(folder) as found:
+        assert found["main"].learner.champion == "b"
+
+
+@pytest.mark.asyncio
+async def test_one_that_has_not_caught_up_is_not_promoted(folder: Path) -> None:
+    async with models(folder) as found:
+        await take(found, 0)
+        await until_caught_up(found)
+        await found["b"].learner.checkpoint()
+        await found["b"].learner.pause()
+        await take(found, 1, 2)
+        shutil.copytree(folder, folder / "killed")
+    gate = asyncio.Event()
+
+    class Slow(Counting):
+        async def step(self, ctx: ar.ReplicaContext, batch: Any) -> dict[str, float]:
+            await gate.wait()
+            return await super().step(ctx, batch)
+
+    slow = Slow(folder / "killed" / "b", journal=None, num_replicas=1)
+    async with models(folder / "killed", rivals={"b": slow}) as found:
+        said = "'b' cannot be promoted, as it is recovering: 2 examples"
+        with pytest.raises(ValueError, match=said):
+            await found["main"].learner.promote("b")
+        gate.set()
+        await until_caught_up(found)
+        await found["main"].learner.promote("b")
+
+
+@pytest.mark.asyncio
+async def test_a_crash_behind_a_promotion_serves_no_number_again(folder: Path) -> None:
+    """What is restored was saved under a number that the champion before has served, too."""
+    async with models(folder) as found:
+        first = found["main"].learner
+        await take(found, 0, 1, 2)
+        await until_caught_up(found)
+        await found["b"].learner.checkpoint()
+        assert first.version == 3
+        version = await first.promote("b")
+        shutil.copytree(folder, folder / "killed")
+    async with models(folder / "killed") as found:
+        first = found["main"].learner
+        assert first.champion == "b"
+        assert first.version > version
+        restored = first.version
+        await take(found, 3)
+        assert first.version == restored + 1
+        await first.checkpoint()
+        await found["b"].learner.checkpoint()
+        shutil.copytree(folder / "killed", folder / "again")
+    async with models(folder / "again") as found:
+        assert found["main"].learner.version == restored + 1
+        assert found["b"].learned() == found["main"].learned() == [1] * 4
+
+
+@pytest.mark.asyncio
+async def test_closing_waits_for_who_is_served(folder: Path) -> None:
+    async with models(folder) as found:
+        first, second = found["main"].learner, found["b"].learner
+        await take(found, 0)
+        await until_caught_up(found)
+        await first.promote("b")
+        await second.pause()
+        tickets = [await first.submit(example(i)) for i in range(1, 9)]
+        await first.aclose()
+        assert all([await ticket for ticket in tickets])
+        assert found["b"].learned() == [1] * 9
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_open", [True, False])
+async def test_a_late_model_that_is_promoted_survives_a_crash(folder: Path, is_open: bool) -> None:
+    async with models(folder, rivals={}) as found:
+        await take(found, *range(5))
+    async with models(folder) as found:
+        if is_open:
+            await found["main"].learner.promote("b")
+        shutil.copytree(folder, folder / "killed")
+    if not is_open:
+        file = Journal(folder / "killed" / "journal.db").file()
+        file.open()
+        file.promote("b")
+        file.close()
+    async with models(folder / "killed") as found:
+        assert found["main"].learner.champion == "b"
+        await take(found, 5)
+        await until_caught_up(found)
+        assert found["main"].learned() == found["b"].learned() == [1] * 6
+
+
+@pytest.mark.asyncio
+async def test_a_model_is_promoted_once_it_has_a_checkpoint(folder: Path) -> None:
+    async with models(folder) as found:
+        first, manager = found["main"].learner, found["b"].manager
+        save = manager.save
+
+        async def fail(*_args: Any, **_options: Any) -> None:
+            raise OSError("no room")
+
+        manager.save = fail
+        with pytest.raises(CheckpointError, match="No checkpoint was saved: no room"):
+            await first.promote("b")
+        assert first.champion == "main"
+        manager.save = save
+        await first.promote("b")
+        assert (first.champion, manager.steps()) == ("b", (0,))
+
+
+@pytest.mark.asyncio
+async def test_a_promotion_of_a_model_that_ends_meanwhile_is_refused(folder: Path) -> None:
+    async with models(folder) as found:
+        first, manager = found["main"].learner, found["b"].manager
+        engine = found["b"].learner._engine
+        assert engine is not None
+        assert engine._main is not None
+        aclose, asked = manager.aclose, list[asyncio.Future[int]]()
+
+        async def closing() -> None:
+            asked.append(asyncio.ensure_future(first.promote("b")))
+            await until(lambda: engine.saving._waiters)
+            await aclose()
+
+        manager.aclose = closing
+        engine._main.cancel()
+        await until(lambda: asked)
+        with pytest.raises(CheckpointError, match="No checkpoint was saved: the learner was clos"):
+            await asked[0]
+        assert first.champion == "main"
+
+
+@pytest.mark.asyncio
+async def test_the_first_model_goes_on_alone_behind_all_versions(folder: Path) -> None:
+    async with models(folder) as found:
+        first = found["main"].learner
+        await take(found, 0, 1)
+        await until_caught_up(found)
+        await first.promote("b")
+        await take(found, 2)
+        await until_caught_up(found)
+        await first.checkpoint()
+        seen = await first.promote("main")
+        shutil.copytree(folder, folder / "killed")
+    async with Counting(folder / "killed", max_batch=1) as alone:
+        assert alone.learner.version > seen
+        assert alone.learned() == [1] * 3
+
+
+@pytest.mark.asyncio
+async def test_a_promotion_that_was_given_up_does_not_undo_a_later_one(folder: Path) -> None:
+    async with models(folder) as found:
+        await take(found, 0)
+        await until_caught_up(found)
+        first = found["main"].learner
+        assert first._engine is not None
+        those = first._engine.models
+        promote, began, gate = those._promote, asyncio.Event(), asyncio.Event()
+
+        async def slow(name: str) -> int:
+            began.set()
+            await gate.wait()
+            return await promote(name)
+
+        those._promote = slow  # type: ignore[method-assign]
+        given_up = asyncio.ensure_future(first.promote("b"))
+        await began.wait()
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        later = asyncio.ensure_future(first.promote("main"))
+        gate.set()
+        await later
+        assert first.champion == "main"
+    assert first.champion == "main"
+
+
+@pytest.mark.asyncio
+async def test_one_that_is_paused_or_further_behind_than_the_queue_is_not_promoted(
+    folder: Path,
+) -> None:
+    gate = asyncio.Event()
+
+    class Slow(Counting):
+        async def step(self, ctx: ar.ReplicaContext, batch: Any) -> dict[str, float]:
+            await gate.wait()
+            return await super().step(ctx, batch)
+
+    slow = Slow(folder / "b", journal=None, num_replicas=1, max_delay_s=0.0)
+    async with models(folder, rivals={"b": slow}, queue_size=2) as found:
+        first, second = found["main"].learner, found["b"].learner
+        await take(found, 0, 1, 2)
+        said = "as it is behind by more than the queue takes: 3 examples are not learned"
+        with pytest.raises(ValueError, match=said):
+            await first.promote("b")
+        gate.set()
+        await second.pause()
+        with pytest.raises(ValueError, match="'b' cannot be promoted, as it is paused"):
+            await first.promote("b")
+        second.resume()
+        await until_caught_up(found)
+        await first.promote("b")
+
+
+# ---- disks -------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("what", ["not written", "written", "unknown"])
+async def test_a_promotion_that_fails_is_old_or_new(folder: Path, what: str) -> None:
+    async with models(folder) as found:
+        await take(found, 0)
+        await until_caught_up(found)
+        first = found["main"].learner
+        engine = first._engine
+        assert engine is not None
+        assert engine.journal is not None
+        file = engine.journal._file
+        promote, champion = file.promote, file.champion
+
+        def fail(*args: Any) -> None:
+            if what != "not written":
+                promote(*args)
+            raise JournalError("the disk is gone")
+
+        def unread() -> str:
+            raise JournalError("not readable either")
+
+        file.promote = fail  # type: ignore[method-assign]
+        if what == "unknown":
+            file.champion = unread  # type: ignore[method-assign]
+        if what == "written":
+            await first.promote("b")
+        else:
+            said = "Nobody knows whether 'b'" if what == "unknown" else "the disk is gone"
+            with pytest.raises(JournalError, match=said):
+                await first.promote("b")
+        assert first.champion == ("b" if what == "written" else "main")
+        file.promote, file.champion = promote, champion  # type: ignore[method-assign]
+    async with models(folder) as found:
+        assert found["main"].learner.champion == ("main" if what == "not written" else "b")
+
+
+@pytest.mark.asyncio
+async def test_a_promotion_goes_on_when_who_asked_has_gone(folder: Path) -> None:
+    async with models(folder) as found:
+        await take(found, 0)
+        await until_caught_up(found)
+        first = found["main"].learner
+        asking = asyncio.ensure_future(first.promote("b"))
+        await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+    assert first.champion == "b"
+    async with models(folder) as found:
+        assert found["main"].learner.champion == "b"
