@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from typing import Literal, TypeAlias, final
 
 from threadpoolctl import ThreadpoolController
@@ -18,22 +17,6 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-@contextmanager
-def on_core(number: int) -> Iterator[None]:
-    """Bind the calling thread to one of the cores it has, counted round; Linux only.
-
-    Bound only inside: where cores are taken away meanwhile, it has what the kernel gives it.
-    """
-    cores = os.sched_getaffinity(0)  # 0: this thread
-    with suppress(OSError):
-        os.sched_setaffinity(0, {sorted(cores)[number % len(cores)]})
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            os.sched_setaffinity(0, cores)
 
 
 @final

@@ -9,15 +9,14 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, final
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, final
 
 from ..context import REGISTRY
 from ..errors import DeviceError
-from ._cores import on_core
 from ._op import AnyOp, Op, OpProcess, OpTracker, observers_of_all
 from ._streams import DeviceStreams
 
@@ -133,7 +132,7 @@ class Lane:
         self._num_streams = num_streams
         self._nice = nice
         self._background = background
-        self._queue: SimpleQueue[_Queued] = SimpleQueue()
+        self._queue: SimpleQueue[AnyOp | _Handover | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._streams: list[_Stream] = []
         self._lock = threading.Lock()
@@ -143,12 +142,6 @@ class Lane:
         self._past = _Stream()  # what threads did that have ended
         self._lenders: list[OpTracker] = []  # runs with an op that lends the lane
         self._held_back: deque[AnyOp] = deque()  # ops of those runs, until that op has ended
-        self._core: int | None = None  # on which its thread waits, counted among its cores
-
-    @property
-    def has_one_thread(self) -> bool:
-        """True if one thread of this process runs all ops, so it can wait on one core."""
-        return self._num_streams == 1 and self._process is None
 
     def put(self, op: AnyOp) -> None:
         """Enqueue an op; makes a thread if all are busy and another one is allowed.
@@ -209,18 +202,6 @@ class Lane:
             if self._stopped:  # then the op of the other thread may never end
                 return
 
-    def wait_on_core(self, number: int | None) -> None:
-        """Let the thread wait for ops on one of its cores, where it wakes then; None on any.
-
-        Ops run with all cores of the thread: threads that they start inherit them, and the kernel
-        moves what waits for a core while another is free.
-        """
-        with self._lock:
-            if number != self._core:
-                self._core = number
-                if self._threads:  # which waits: a new one looks by itself
-                    self._queue.put("moved")
-
     def stop(self) -> None:
         """Let the threads end after what is queued; idempotent, does not wait."""
         with self._lock:
@@ -279,14 +260,11 @@ class Lane:
     def _serve(self, stream: _Stream) -> None:
         _lower_priority(self._nice, self._background)
         _serving_threads()[threading.get_ident()] = self, stream
-        name, take = self.name, self._way_to_take()
+        name, take = self.name, self._take if self._num_streams > 1 else self._queue.get
         runner: OpProcess | None = self._process or self.streams
         while True:
             op = (self._held_back_op() if self._held_back else None) or take()
             if type(op) is not Op:
-                if op == "moved":
-                    take = self._way_to_take()
-                    continue
                 self._end(stream, op)
                 return
             tracker = op.tracker
@@ -343,23 +321,7 @@ class Lane:
                     return op
         return None
 
-    def _way_to_take(self) -> Callable[[], _Queued]:
-        """Return what waits for an op: `get` itself if possible, as each op is on its path."""
-        if self._num_streams > 1:
-            return self._take
-        return self._queue.get if self._core is None else self._take_on_core
-
-    def _take_on_core(self) -> _Queued:
-        number = self._core
-        if number is None:  # a thread that was lent the lane has taken the message
-            return "moved"
-        try:
-            return self._queue.get_nowait()
-        except Empty:
-            with on_core(number):
-                return self._queue.get()
-
-    def _take(self) -> _Queued:
+    def _take(self) -> AnyOp | _Handover | None:
         """Wait for an op; where threads are several, one about to wait says so first."""
         try:
             return self._queue.get_nowait()
@@ -376,10 +338,6 @@ class _Handover:
 
     def __init__(self) -> None:
         self.is_done = threading.Event()
-
-
-_Queued: TypeAlias = "AnyOp | _Handover | Literal['moved'] | None"
-"""An op; or a message to the thread that finds it, the last one being that it has to end."""
 
 
 @final

@@ -56,15 +56,13 @@ class LaneTable:
         self._lock = threading.RLock()
         self._lanes: dict[str, Lane] = {}
         self._users: dict[str, int] = {}
-        self._behind: dict[str, int] = {}  # how many threads the nicer lanes have
         self._blas = BlasBudget(self.blas_threads)
 
     def lane(self, name: str, *, num_streams: int | None = None, nicer: int = 0) -> Lane:
         """Return the lane of a device (or of the host), making it if needed.
 
         `num_streams` is for a lane whose number of threads is not the user's choice, `nicer` for
-        one that has to leave the cores to the others: while it is there, devices' threads wake
-        on different ones.
+        one that has to leave the cores to the others.
         """
         lane = self._lanes.get(name)
         if lane is None:
@@ -83,10 +81,6 @@ class LaneTable:
                     streams=find_streams(name) if is_device else None,
                 )
                 lane = self._lanes.setdefault(name, new)
-                if nicer:
-                    self._behind[name] = streams
-                if self._behind:
-                    self._keep_apart()
         return lane
 
     def served_lane(self) -> Lane | None:
@@ -116,8 +110,6 @@ class LaneTable:
                 lane = self._lanes.pop(name, None)
                 if lane is not None:
                     lane.stop()
-                if self._behind.pop(name, None) is not None:
-                    self._keep_apart()
             self._budget()
 
     def retire(self, name: str) -> None:
@@ -164,19 +156,6 @@ class LaneTable:
         from .processes import DeviceProcess  # it needs cloudpickle
 
         return DeviceProcess(name, lambda: self._blas.threads_per_lane)
-
-    def _keep_apart(self) -> None:
-        """Let the devices' threads wait on cores of their own while a nicer lane is there.
-
-        The kernel wakes a thread on an idle core. Where a nicer thread leaves none but one, it
-        wakes all of them on that one, where they take turns for as long as an op is short for it.
-        """
-        lanes = [lane for name, lane in sorted(self._lanes.items()) if name.startswith("cpu:")]
-        num_others = 1 + sum(self._behind.values())  # the loop, and the nicer ones
-        is_short = len(lanes) > 1 and len(lanes) + num_others > num_cores()
-        apart = bool(self._behind) and is_short and hasattr(os, "sched_setaffinity")
-        for number, lane in enumerate(lanes):
-            lane.wait_on_core(number if apart and lane.has_one_thread else None)
 
     def _streams_of(self, name: str) -> int:
         if name == COLLECTIVES:

@@ -10,7 +10,6 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.checkpoint import FsspecStorage
-from aioreplica.devices import Lane
 from aioreplica.errors import CheckpointError, CheckpointNotCommittedError, ContextError
 from tests.conftest import mirrored
 
@@ -500,32 +499,3 @@ def damage(step: int) -> None:
     data = bytearray(files.cat_file(path))
     data[-1] ^= 1
     files.pipe_file(path, bytes(data))
-
-
-async def test_devices_wait_on_cores_of_their_own_during_a_save_in_the_background(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[tuple[str, int | None]] = []
-
-    def wait_on_core(lane: Lane, number: int | None) -> None:
-        told.append((lane.name, number))
-
-    async def step() -> None:
-        context = ar.get_replica_context()
-        assert context is not None
-        await context.run_on_device(int)
-
-    monkeypatch.setattr(Lane, "wait_on_core", wait_on_core)
-    monkeypatch.setattr("aioreplica.devices._lane_table.num_cores", lambda: 2)
-    monkeypatch.setattr("os.sched_setaffinity", lambda *_: None, raising=False)
-    async with mirrored(2) as strategy, ar.CheckpointManager(tmp_path) as manager:
-        await strategy.run(step)
-        await manager.save(1, {"x": 1}, wait=True)
-        assert told == []
-
-        await manager.save(2, {"x": 2}, wait=False)
-        await manager.wait()
-
-    numbers = [[number for name, number in told if name == device] for device in ("cpu:0", "cpu:1")]
-    assert all(a != b for a, b in zip(*numbers, strict=True) if a is not None)
-    assert [each[0] is not None and each[-1] is None for each in numbers] == [True, True]

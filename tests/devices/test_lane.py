@@ -15,23 +15,12 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
-from aioreplica.devices import (
-    CompletionQueue,
-    Lane,
-    LaneStatistics,
-    Op,
-    OpTracker,
-    lend_lane,
-)
+from aioreplica.devices import CompletionQueue, Lane, LaneStatistics, Op, OpTracker
 from aioreplica.telemetry import Observer, Observers
 
 RunOn = Callable[..., Any]
 LIMIT_S = 60
 
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux has it per thread")
-has_two_cores = pytest.mark.skipif(
-    sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="needs cores to choose"
-)
 colour: contextvars.ContextVar[str] = contextvars.ContextVar("colour", default="none")
 
 
@@ -129,7 +118,7 @@ def test_a_lane_without_ops_has_no_thread() -> None:
     assert threading.active_count() == before
 
 
-@on_linux
+@pytest.mark.skipif(sys.platform != "linux", reason="policies are per thread on Linux only")
 @pytest.mark.asyncio
 @pytest.mark.parametrize("background", [False, True])
 async def test_a_lane_in_the_background_takes_idle_cores_only(
@@ -144,154 +133,7 @@ async def test_a_lane_in_the_background_takes_idle_cores_only(
     assert policy() == mine
 
 
-def cores_of_thread() -> set[int]:
-    return os.sched_getaffinity(0)
-
-
-class Masks:
-    """Records which cores threads are bound to; of other cores than there are if they are given."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, cores: set[int] | None = None) -> None:
-        self.set: list[set[int]] = []
-        self.error: OSError | None = None
-        self._waits = threading.Semaphore(0)
-        self._cores = cores or cores_of_thread()
-        self._bind = None if cores else os.sched_setaffinity
-        monkeypatch.setattr(os, "sched_setaffinity", self._set)
-        if cores:
-            monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(cores))
-
-    def _set(self, thread: int, cores: set[int]) -> None:
-        assert thread == 0
-        self.set.append(set(cores))
-        if self._bind is not None:
-            self._bind(0, cores)
-        if len(cores) < len(self._cores):
-            self._waits.release()
-        if self.error is not None:
-            raise self.error
-
-    def wait_for_thread(self) -> None:
-        """Return once one more thread is bound, and so is about to wait."""
-        assert self._waits.acquire(timeout=LIMIT_S)
-
-
-@on_linux
-@pytest.mark.asyncio
-@pytest.mark.parametrize(("number", "core"), [(0, 2), (1, 5), (2, 7), (3, 2), (7, 5)])
-async def test_a_thread_waits_on_its_core_and_runs_ops_on_all(
-    number: int, core: int, lane: Lane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    masks = Masks(monkeypatch, {7, 2, 5})
-    await put(lane, int)
-    assert masks.set == []
-
-    lane.wait_on_core(number)
-    masks.wait_for_thread()
-    for i in range(3):
-        assert await put(lane, masks.set.copy) == [{core}, {2, 5, 7}] * (i + 1)
-        masks.wait_for_thread()
-    lane.wait_on_core(None)
-
-    assert await put(lane, masks.set.copy) == [{core}, {2, 5, 7}] * 4
-
-
-@on_linux
-@pytest.mark.asyncio
-async def test_ops_that_are_queued_are_taken_without_a_change_of_cores(
-    lane: Lane, gated_op: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    masks = Masks(monkeypatch, {0, 1})
-    lane.wait_on_core(1)
-    ops = [put(lane, gated_op), *(put(lane, int) for _ in range(50))]
-
-    gated_op.release()
-    for op in ops:
-        await op
-
-    masks.wait_for_thread()
-    assert masks.set == [{1}]
-
-
-@has_two_cores
-@pytest.mark.asyncio
-async def test_threads_that_an_op_starts_have_all_cores(
-    lane: Lane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Pools of OpenMP and torch are made so, and keep the cores of the thread that made them."""
-    all_cores, masks = cores_of_thread(), Masks(monkeypatch)
-    found: list[set[int]] = []
-
-    def start_thread() -> set[int]:
-        thread = threading.Thread(target=lambda: found.append(cores_of_thread()))
-        thread.start()
-        thread.join(LIMIT_S)
-        return cores_of_thread()
-
-    lane.wait_on_core(1)
-    for _ in range(3):
-        found.append(await put(lane, start_thread))
-        masks.wait_for_thread()
-
-    assert found == [all_cores] * 6
-
-
-@has_two_cores
-@pytest.mark.asyncio
-async def test_cores_that_an_op_chose_for_its_thread_stay(lane: Lane) -> None:
-    core = max(cores_of_thread())
-    await put(lane, os.sched_setaffinity, 0, {core})
-
-    for number in (0, 1, None, 0):
-        lane.wait_on_core(number)
-        assert await put(lane, cores_of_thread) == {core}
-
-
-@on_linux
-@pytest.mark.asyncio
-async def test_a_system_that_refuses_to_bind_gets_its_ops_run(
-    lane: Lane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    masks = Masks(monkeypatch, {0, 1})
-    masks.error = OSError(22, "Invalid argument")
-    lane.wait_on_core(1)
-
-    for i in range(3):
-        assert await put(lane, abs, -i) == i
-        masks.wait_for_thread()
-
-
-@on_linux
-@pytest.mark.asyncio
-async def test_a_thread_that_lent_its_lane_learns_that_it_may_wait_on_any_core(
-    lane: Lane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another thread, which served the lane meanwhile, has taken the message."""
-    lent, go_on = threading.Event(), threading.Event()
-
-    def lend() -> None:
-        with lend_lane():
-            lent.set()
-            assert go_on.wait(LIMIT_S)
-
-    masks = Masks(monkeypatch, {0, 1})
-    lane.wait_on_core(0)
-    lender = put(lane, lend)
-    assert await asyncio.to_thread(lent.wait, LIMIT_S)
-    await put(lane, int)  # by the other thread
-    lane.wait_on_core(None)
-    await put(lane, int)
-    go_on.set()
-    await lender
-    before = len(masks.set)
-
-    for _ in range(3):
-        await put(lane, int)
-
-    assert len(masks.set) == before
-
-
-@on_linux
+@pytest.mark.skipif(sys.platform != "linux", reason="niceness is per thread on Linux only")
 @pytest.mark.asyncio
 @pytest.mark.parametrize("nice", [0, 3, 5])
 async def test_threads_are_nicer_than_the_loop(nice: int, run_on: RunOn) -> None:

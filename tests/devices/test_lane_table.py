@@ -1,22 +1,14 @@
 """The lanes of a process: options, forks, the end of the interpreter."""
 
-import atexit
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from aioreplica.devices import (
-    CompletionQueue,
-    Lane,
-    LaneTable,
-    Op,
-    lane_table,
-    set_lane_options,
-)
+from aioreplica.devices import CompletionQueue, Op, lane_table, set_lane_options
 from aioreplica.errors import DeviceError
 
 RunScript = Callable[[str], str]
@@ -323,93 +315,3 @@ def test_device_processes_are_in_the_background_with_their_lanes(run_script: Run
     """)
 
     assert output == "True True False\n"
-
-
-@pytest.fixture
-def places(monkeypatch: pytest.MonkeyPatch) -> dict[str, int | None]:
-    """Cores that lanes were told to wait on, by name, as if there were two; None is any."""
-    told: dict[str, int | None] = {}
-
-    def wait_on_core(lane: Lane, number: int | None) -> None:
-        told[lane.name] = number
-
-    monkeypatch.setattr(Lane, "wait_on_core", wait_on_core)
-    monkeypatch.setattr("aioreplica.devices._lane_table.num_cores", lambda: 2)
-    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None, raising=False)
-    return told
-
-
-@pytest.fixture
-def table() -> Iterator[LaneTable]:
-    table = LaneTable()
-    yield table
-    atexit.unregister(table._at_exit)
-
-
-def test_devices_wait_apart_while_a_nicer_lane_is_there(
-    table: LaneTable, places: dict[str, int | None]
-) -> None:
-    table.acquire(("cpu:0", "cpu:1", "behind", "more"))
-    for name in ("host", "cpu:1", "cpu:0"):
-        table.lane(name)
-    assert places == {}
-
-    for name in ("behind", "more"):
-        table.lane(name, num_streams=4, nicer=10)
-        assert places == {"cpu:0": 0, "cpu:1": 1}
-    table.lane("cpu:2")
-    assert places == {"cpu:0": 0, "cpu:1": 1, "cpu:2": 2}
-    table.release(("behind",))
-    assert places == {"cpu:0": 0, "cpu:1": 1, "cpu:2": 2}
-    table.release(("more",))
-
-    assert places == {"cpu:0": None, "cpu:1": None, "cpu:2": None}
-
-
-@pytest.mark.parametrize(
-    ("num_devices", "num_threads", "num_cores", "is_apart"),
-    [
-        (1, 4, 2, False),  # from nothing
-        (2, 1, 2, True),
-        (2, 1, 3, True),
-        (2, 1, 4, False),  # devices, the loop and the nicer thread have one each
-        (2, 4, 6, True),
-        (2, 4, 7, False),
-        (8, 1, 2, True),
-    ],
-)
-def test_devices_wait_apart_only_where_cores_are_short(
-    num_devices: int, num_threads: int, num_cores: int, is_apart: bool, table: LaneTable,
-    places: dict[str, int | None], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr("aioreplica.devices._lane_table.num_cores", lambda: num_cores)
-    for i in range(num_devices):
-        table.lane(f"cpu:{i}")
-
-    table.lane("behind", num_streams=num_threads, nicer=10)
-
-    assert list(places.values()) == ([*range(num_devices)] if is_apart else [None] * num_devices)
-
-
-def test_lanes_of_several_threads_wait_anywhere(
-    table: LaneTable, places: dict[str, int | None]
-) -> None:
-    table.configure(2, 5, False, None, None)
-    for name in ("cpu:0", "cpu:1"):
-        table.lane(name)
-
-    table.lane("behind", num_streams=4, nicer=10)
-
-    assert places == {"cpu:0": None, "cpu:1": None}
-
-
-def test_lanes_wait_anywhere_on_a_system_that_binds_no_threads(
-    table: LaneTable, places: dict[str, int | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(os, "sched_setaffinity")
-    for name in ("cpu:0", "cpu:1"):
-        table.lane(name)
-
-    table.lane("behind", num_streams=4, nicer=10)
-
-    assert places == {"cpu:0": None, "cpu:1": None}
