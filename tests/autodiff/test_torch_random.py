@@ -1,0 +1,169 @@
+"""Random layers of torch modules: numbers by replica, step and call."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+from aioreplica.autodiff import torch_module
+from aioreplica.errors import ContextError
+from tests.autodiff.torch_modules import X, assert_all_equal, mlp
+from tests.conftest import mirrored
+from tests.replica.gated import me, my_id
+
+torch = pytest.importorskip("torch")
+nn = torch.nn
+F = nn.functional
+
+
+class Counting(nn.Module):
+    """Draws random numbers of many kinds."""
+
+    def forward(self, x: Any) -> Any:
+        x = F.dropout(x, 0.5) + torch.rand_like(x) + torch.randn(x.shape[-1])
+        x = x + torch.randint(0, 9, x.shape) + torch.randperm(x.shape[-1])
+        x = x + F.gumbel_softmax(x) + torch.bernoulli(torch.full_like(x, 0.5))
+        return x + F.rrelu(x, training=True) + F.alpha_dropout(x, 0.5, training=True)
+
+
+async def masks(count: int, calls: int = 2, seed: int = 0, make: Any = None) -> list[Any]:
+    """Return what calls of a random module give, for each replica in each of two steps."""
+    async with mirrored(count) as strategy:
+        with strategy.scope():
+            model = torch_module((make or (lambda: nn.Dropout(0.5)))(), name="m")
+
+        async def step() -> Any:
+            ones = np.ones(64, np.float32)
+            found = [await me().run_on_device(model, ones) for _ in range(calls)]
+            return torch.stack(found).numpy()
+
+        options = ar.RunOptions(seed=seed)
+        return [(await strategy.run(step, options=options)).values for _ in range(2)]
+
+
+@pytest.mark.asyncio
+async def test_random_layers_differ_by_replica_step_and_call_and_return() -> None:
+    torch.manual_seed(1)
+    first = await masks(3)
+    torch.manual_seed(2)
+    again = await masks(3)
+    other = await masks(3, seed=1)
+
+    assert_all_equal(np.ravel(first), np.ravel(again))
+    rows = {row.tobytes() for runs in (first, other) for row in np.reshape(runs, (-1, 64))}
+    assert len(rows) == 2 * 2 * 3 * 2
+
+
+@pytest.mark.asyncio
+async def test_seeds_are_the_documented_ones() -> None:
+    found = await masks(2)
+
+    async with mirrored(2) as strategy:
+        seeds = await strategy.run(lambda: me().rng("m/random").integers(2**63, size=2))
+    for replica in range(2):
+        for call in range(2):
+            with torch.random.fork_rng():
+                torch.manual_seed(int(seeds[replica][call]))
+                expected = F.dropout(torch.ones(64), 0.5)
+            np.testing.assert_array_equal(found[0][replica][call], expected)
+
+
+@pytest.mark.asyncio
+async def test_all_kinds_of_draws_are_seeded_and_leave_torchs_generator_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first = await masks(2, make=Counting)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    again = await masks(2, make=Counting)
+
+    assert_all_equal(np.ravel(first), np.ravel(again))
+
+
+def test_outside_replicas_torchs_own_generator_is_used() -> None:
+    model = torch_module(nn.Dropout(0.5))
+
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        found = model(np.ones(64))
+        torch.manual_seed(5)
+        assert torch.equal(found, F.dropout(torch.ones(64).double(), 0.5))
+
+
+@pytest.mark.asyncio
+async def test_a_generator_of_the_users_own_is_kept(pair: ar.MirroredStrategy) -> None:
+    class Noise(nn.Module):
+        def forward(self, generator: Any) -> Any:
+            return torch.rand(4, generator=generator)
+
+    with pair.scope():
+        model = torch_module(Noise())
+
+    found = await pair.run(lambda: model(torch.Generator().manual_seed(7)))
+
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], torch.rand(4, generator=torch.Generator().manual_seed(7)))
+
+
+@pytest.mark.asyncio
+async def test_random_layers_in_checkpoints_are_refused(pair: ar.MirroredStrategy) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+
+        def forward(self, x: Any) -> Any:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    with pair.scope():
+        model = torch_module(Dropped())
+
+    with pytest.raises(RuntimeError, match=r"inside torch.utils.checkpoint"):
+        await pair.run(lambda: model(X))
+
+
+@pytest.mark.asyncio
+async def test_a_device_loop_trains_a_model_with_new_numbers_in_each_step(
+    pair: ar.MirroredStrategy,
+) -> None:
+    drawn: dict[tuple[int, int], bytes] = {}
+    with pair.scope():
+        model, dropout = torch_module(mlp()), torch_module(nn.Dropout(0.5))
+        sgd = ar.optimizers.SGD(0.1)
+
+    def fn(ctx: Any, x: Any) -> None:
+        def loss() -> Any:
+            drawn[my_id(), ctx.steps_run] = dropout(np.ones(64)).numpy().tobytes()
+            return ar.Weighted(torch.sum(model(x)), len(x))
+
+        sgd.blocking.minimize(loss, model.variables)
+
+    await pair.run_steps(fn, iter([ar.PerReplica([X[:4], X[4:]])] * 3), 3)
+
+    assert len(drawn) == len(set(drawn.values())) == 6
+    assert sgd.iterations.value == 3
+
+
+@pytest.mark.asyncio
+async def test_generators_for_a_purpose(pair: ar.MirroredStrategy) -> None:
+    def step() -> Any:
+        draw = ar.autodiff.torch_generator
+        return [torch.rand(2, generator=draw(name)).tolist() for name in ("a", "a", "b")]
+
+    first, second = pair.local_results(await pair.run(step))
+
+    assert first[0] == first[1] != first[2]
+    assert first[0] != second[0]
+    with pytest.raises(ContextError, match="Call it in a step"):
+        ar.autodiff.torch_generator("a")
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_a_layer_draws_if_it_drops_something(rate: float) -> None:
+    """Each operation of a module that may draw is looked at, which takes longer than the module."""
+    from aioreplica.autodiff._torch_random import may_draw
+
+    assert may_draw(nn.TransformerEncoderLayer(8, 2, dropout=rate)) == (rate > 0)
