@@ -59,6 +59,12 @@ FLAGS = (
     ("retry_error", "retrying", "1 while the last step is tried again."),
 )
 
+OF_THE_FIRST = {
+    "num_taken", "num_duplicates", "num_refused", "num_expected", "num_labelled",
+    "num_unknown_labels", "num_commits", "commit_s", "journal_error", "publish_error",
+}  # fmt: skip
+"""Fields about the journal and what is published: of the first model, whichever is served."""
+
 MODELS = (
     (CounterMetricFamily, "num_learned", "learned", "Examples that a model has learned."),
     (CounterMetricFamily, "num_dead", "dead", "Examples that it has set aside."),
@@ -176,18 +182,16 @@ def _values(learner: OnlineLearner | SnapshotReader) -> Iterable[tuple[Any, str,
         return
     if learner.state == "new":
         return
-    now = learner.statistics()
+    first = learner.statistics()
+    now = first.challengers.get(first.champion, first)  # the one that is served
     yield GaugeMetricFamily, "version", VERSION, now.version
-    for field, name, text in COUNTERS:
-        yield CounterMetricFamily, name, text, getattr(now, field)
-    for field, name, text in GAUGES:
-        value = getattr(now, field)
-        if value is not None:
-            yield GaugeMetricFamily, name, text, value
-    for field, name, text in FLAGS:
-        yield GaugeMetricFamily, name, text, bool(getattr(now, field))
-    if now.sources:
-        sources = now.sources.values()
+    for kind, table in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, (*GAUGES, *FLAGS))):
+        for field, name, text in table:
+            value = getattr(first if field in OF_THE_FIRST else now, field)
+            if value is not None:
+                yield kind, name, text, bool(value) if isinstance(value, str) else value
+    if first.sources:
+        sources = first.sources.values()
         taken, refused = (
             sum(getattr(each, f"num_{name}") for each in sources) for name in ("taken", "refused")
         )

@@ -32,7 +32,7 @@ from ..devices import OwnedTask, require_loop
 from ..errors import ContextError
 from ..online import ExampleSpec, OnlineLearner
 from ..online._journal_keys import UnknownPredictionError
-from ..online._labels import label
+from ..online._labels import label, waiting
 from ..tree import flatten, leaves, map_leaves, unflatten
 from ._request import Limits, answer, full, read_json, refusal, taking
 
@@ -222,25 +222,59 @@ def _stacked(examples: Sequence[object]) -> object:
 async def take_label(
     learner: OnlineLearner, spec: ExampleSpec, limits: Limits, request: Request
 ) -> Response:
-    """Take the label of a prediction: `{"id": ..., "target": ...}`."""
+    """Take the label of a prediction: `{"id": ..., "target": ...}`, perhaps of a `spec_version`."""
     found = await read_json(request, limits)
-    if not isinstance(found, dict) or found.keys() != {"id", "target"}:
-        raise refusal(422, 'A label is {"id": ..., "target": ...}, and nothing else.')
+    if not isinstance(found, dict) or found.keys() - {"spec_version"} != {"id", "target"}:
+        what = 'A label is {"id": ..., "target": ...}, perhaps with "spec_version", and nothing '
+        raise refusal(422, f"{what}else.")
+    version, newest = found.get("spec_version"), learner._settings.schema.version
+    if version is not None and (type(version) is not int or not 1 <= version <= newest):
+        raise refusal(422, f"spec_version is a number from 1 to {newest}, got {version!r:.60}.")
     try:
         target = spec(found["target"])
     except ValueError as error:
-        what = "The target is not what is needed; nothing was taken."
-        raise refusal(422, what, ("target", str(error)[:300])) from error
+        if version is None:
+            version = await _version_of(learner, found["id"])
+        if version == newest:
+            what = "The target is not what is needed; nothing was taken."
+            raise refusal(422, what, ("target", str(error)[:300])) from error
+        target = _as_arrays(found["target"])  # which an older program was sent
     now = learner.statistics()
     if now.queue_depth >= now.queue_size:
         raise full(learner)
     with taking(learner):
         try:
-            ticket = await label(learner._open_engine(), found["id"], target, waits=False)
+            asked = learner._open_engine(), found["id"], target
+            ticket = await label(*asked, waits=False, spec_version=version)
+        except TypeError as error:
+            raise refusal(422, str(error)) from error
         except UnknownPredictionError:
             what = "No prediction of this id waits for a label: it was never made here, or not "
             raise refusal(404, f"{what}saved before a crash, or is too old.") from None
     return answer({"number": ticket.number, "is_duplicate": ticket.is_duplicate}, 202)
+
+
+async def _version_of(learner: OnlineLearner, name: object) -> int:
+    """Return the spec version in whose form an input waits; the oldest one if none waits."""
+    newest = learner._settings.schema.version
+    if newest == 1 or not isinstance(name, str):
+        return newest
+    with taking(learner):
+        found = await waiting(learner._open_engine(), name)
+    return 1 if found is None else found.spec_version
+
+
+def _as_arrays(given: object) -> object:
+    """Return JSON with arrays in place of lists of numbers; what is no number is refused later."""
+    if isinstance(given, dict):
+        return {name: _as_arrays(each) for name, each in given.items()}
+    if not isinstance(given, list):
+        return given
+    try:
+        found = np.asarray(given)
+    except ValueError:  # its rows differ in length
+        found = np.empty(0, object)
+    return found if found.dtype.kind in "bif" else [_as_arrays(each) for each in given]
 
 
 def kept(learner: OnlineLearner, inputs: Sequence[object], result: object) -> list[str | None]:

@@ -7,7 +7,7 @@ its routes into FastAPI (`aioreplica.integrations.fastapi`)::
     POST /learn          {"input": ..., "target": ...} or {"examples": [...]}; with a journal, the
                          answer comes when they are on disk; takes an Idempotency-Key
     POST /label          {"id": ..., "target": ...}, with the id of an answer of `/predict`, if the
-                         journal keeps inputs for that
+                         journal keeps inputs for that; "spec_version" says in which form
     GET  /snapshot       which version is published, and how old it is
     GET  /dead-letters   examples that could not be learned, and why: ?after=, ?before=, ?limit=
     GET  /events         the statistics as server-sent events, whenever they have changed

@@ -96,6 +96,7 @@ def _described(service: OnlineService, route: Route) -> dict[str, Any] | None:
     """Return the body of a route as OpenAPI has it."""
     if route.path == "/label":
         label = _object({"id": {"type": "string"}, "target": _schema(service.target_like)})
+        label["properties"]["spec_version"] = {"type": "integer", "minimum": 1}
         return _body(label)
     if route.path not in {"/predict", "/learn"}:
         return None

@@ -178,7 +178,7 @@ class Intake:
                 await turn
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled() and turn.exception() is None:
-                    self._release(size)  # the place was given when the wait was cancelled
+                    self.free(size)  # the place was given when the wait was cancelled
                 else:
                     with suppress(ValueError):  # closing has emptied the list
                         self._room.remove((size, turn))
@@ -197,7 +197,8 @@ class Intake:
         if self._closed_because is not None:
             raise ContextError(self._closed_because)
 
-    def _release(self, size: int) -> None:
+    def free(self, size: int) -> None:
+        """Free the places of examples that were learned, set aside, or not taken after all."""
         self.depth -= size
         self._admit()
 
@@ -242,7 +243,7 @@ class Intake:
 
     def _accept(self, submission: ExampleGroup) -> None:
         if self._closed_because is not None:  # closed while it was its turn
-            self._release(len(submission.examples))
+            self.free(len(submission.examples))
             raise ContextError(self._closed_because)
         if self._journal is None:
             self._enqueue(submission, self.last_number + 1)
@@ -298,12 +299,14 @@ class Intake:
             if self._waiting.get(each.id) is each:
                 del self._waiting[each.id]
         now = asyncio.get_running_loop().time()
-        for number, body in appended.strays:
-            self.depth += 1
-            if self._is_read:
-                self.last_number = number
-            else:
+        if self._is_read:  # by number: a stray may be one that is gone for the first model
+            self.depth += appended.last - self.last_number
+            self.last_number = appended.last
+        else:
+            self.depth += len(appended.strays)
+            for number, body in appended.strays:
                 self.queue.append(Taken(number, unpack_example(body), None, now))
+        self._changed.give()
         known: list[tuple[ExampleGroup, int]] = []
         for submission, result in zip(group, appended.results, strict=True):
             is_label = submission.entry is not None and submission.entry.label is not None
@@ -321,7 +324,7 @@ class Intake:
     def _refuse(self, submission: ExampleGroup, error: Exception) -> None:
         self.num_refused += len(submission.tickets)
         submission.refuse(error)
-        self._release(len(submission.tickets))
+        self.free(len(submission.tickets))
 
     # ---- what becomes of them ------------------------------------------------------------
 
@@ -335,7 +338,7 @@ class Intake:
             self._refuse(submission, error)
             return
         self.num_duplicates += len(submission.tickets)
-        self._release(len(submission.tickets))
+        self.free(len(submission.tickets))
         for number, ticket in zip(numbers, submission.tickets, strict=True):
             self._tell_fate(ticket, number, fates.get(number, number))
         self._changed.give()
@@ -406,19 +409,15 @@ class Intake:
         """Take examples of some numbers out of the queue, and free their places."""
         found = [taken for taken in self.queue if taken.number in numbers]
         self.queue = deque(taken for taken in self.queue if taken.number not in numbers)
-        self._release(len(found))
+        self.free(len(found))
         return found
-
-    def free(self, size: int) -> None:
-        """Free the places of examples that were learned or set aside."""
-        self._release(size)
 
     def learned_to(self, number: int) -> None:
         """Free the places of examples up to a number, which the champion has learned."""
         size = number - self._freed_to
         if size > 0:
             self._freed_to = number
-            self._release(size)
+            self.free(size)
 
     # ---- closing -------------------------------------------------------------------------
 

@@ -130,8 +130,7 @@ class JournalFile:
         """
         with self._database.writing("written"):
             strays = self._rows(self._last, None)
-            # A stray may be gone for the first model.
-            last = max(self._last, self._run(_LAST)[0][0])
+            last = before = max(self._last, self._run(_LAST)[0][0])
             if self._spec_version is not None and self._spec_version > 1:
                 begin_spec(self._run, self._spec_version, last + 1)
             if waiting:
@@ -149,7 +148,7 @@ class JournalFile:
                     self._run("INSERT INTO examples VALUES (?, ?, ?)", last, zlib.crc32(body), body)
             self._remember_clock(clock_s)
         self._last = last
-        return Appended(results, strays)
+        return Appended(results, strays, before)
 
     def _refusal(
         self, entry: Entry, bodies: Sequence[bytes], number: int, clock_s: float

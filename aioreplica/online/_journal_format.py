@@ -166,10 +166,12 @@ class Appended(NamedTuple):
     Attributes:
         results: For each the number of its first example and whether that was known; or an error.
         strays: Rows that are in the file although writing them had failed. They come before.
+        last: The number of the last one of these, for whichever model.
     """
 
     results: list[tuple[int, bool] | AioReplicaError | KeyError]
     strays: list[Row]
+    last: int
 
 
 class Rollback(NamedTuple):

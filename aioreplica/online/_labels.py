@@ -35,27 +35,64 @@ def expect(engine: Engine, x: object, prediction: object, name: str | None) -> s
 
 async def expected(engine: Engine, name: str) -> Mapping[str, Tree]:
     """See `OnlineLearner.expected`."""
-    _require_kept(engine)
-    found = await engine.intake.expected(checked_key("prediction_id", name))
+    found = await waiting(engine, name)
     if found is None:
         raise KeyError(name)
     return found.kept
 
 
-async def label(engine: Engine, name: str, target: object, *, waits: bool = True) -> Ticket:
-    """See `OnlineLearner.label`; without `waits` raises anyio.WouldBlock if the queue is full."""
+async def waiting(engine: Engine, name: str) -> Waiting | None:
+    """Return what waits for a label, None if nothing of that id does."""
     _require_kept(engine)
-    label = Label(checked_key("prediction_id", name), as_example(target))
-    found = await engine.intake.expected(name)
+    return await engine.intake.expected(checked_key("prediction_id", name))
+
+
+async def label(
+    engine: Engine,
+    name: str,
+    target: object,
+    *,
+    waits: bool = True,
+    spec_version: int | None = None,
+) -> Ticket:
+    """See `OnlineLearner.label`.
+
+    Args:
+        engine: That of the learner.
+        name: The id.
+        target: In the form of the version that has kept the input.
+        waits: Whether to wait for a place in the queue; else raises anyio.WouldBlock.
+        spec_version: That version as the caller believes; None if it does not say.
+    """
+    found = await waiting(engine, name)
+    label = Label(name, as_example(target))
     examples: list[object] = []  # none for a label that is known already, or nobody asked for
     if found is not None:
-        example = {"input": found.kept["input"], "target": label.target}
-        example = engine.settings.schema.labelled(example, found)
-        validate = engine.settings.validate
-        examples.append(as_example(example if validate is None else validate(example)))
+        if spec_version not in {None, found.spec_version}:
+            raise ValueError(
+                f"The prediction {name!r} waits in the form of spec version {found.spec_version}, "
+                f"and its label has that of {spec_version}. Send the label in the form of "
+                f"{found.spec_version}."
+            )
+        examples.append(_joined(engine, found, label.target))
     submission = ExampleGroup(examples or [label.target], (Ticket(),), Entry(examples, label=label))
     await _take(engine, submission, waits=waits)
     return await submission.tickets[0].saved()
+
+
+def _joined(engine: Engine, found: Waiting, target: object) -> object:
+    """Return the example of an input and its label, as the program has it now."""
+    schema, validate = engine.settings.schema, engine.settings.validate
+    try:
+        made = schema.labelled({"input": found.kept["input"], "target": target}, found)
+        return as_example(made if validate is None else validate(made))
+    except ValueError as error:
+        if found.spec_version == schema.version:
+            raise
+        raise ValueError(
+            f"The prediction {found.id!r} waits in the form of spec version {found.spec_version}, "
+            f"so its label has to be in that form, too, and is {target!r:.100}: {error}"
+        ) from error
 
 
 def _require_kept(engine: Engine) -> None:

@@ -215,11 +215,15 @@ class Schema:
         """Return an example made of a prediction and its label, which `validate` looks at next.
 
         Raises:
-            JournalError: As `example`.
+            JournalError: If there is no way.
+            ValueError: If a step raises, as it may where the label has another form.
         """
-        return self._migrated(example, waiting.spec_version, f"The prediction {waiting.id!r}")
+        what = f"The prediction {waiting.id!r}"
+        return self._migrated(example, waiting.spec_version, what, ValueError)
 
-    def _migrated(self, given: Tree, version: int, what: str) -> Tree:
+    def _migrated(
+        self, given: Tree, version: int, what: str, failed: type[Exception] = JournalError
+    ) -> Tree:
         try:
             steps = self._steps_from(version)
         except ValueError as error:
@@ -230,7 +234,7 @@ class Schema:
                 try:
                     found = as_example(step.examples(found))
                 except Exception as error:
-                    raise JournalError(
+                    raise failed(
                         f"{what} could not be migrated from spec version {number} to {number + 1}: "
                         f"{error!r}. It was {_shown(found)}."
                     ) from error

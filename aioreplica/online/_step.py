@@ -210,7 +210,9 @@ class Learning:
             try:
                 result = await self._step(part)
             except NotUndoneError as error:
-                raise _not_undone(error.__cause__ or error) from error.__cause__
+                ended = _not_undone(error.__cause__ or error)
+                self.failure = str(ended)
+                raise ended from error.__cause__
             except BlamelessError as error:
                 return self._give_up_or_retry(error.__cause__ or error)
             except Exception as error:  # noqa: BLE001 - whatever it is, one of them may be to blame

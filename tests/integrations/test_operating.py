@@ -281,6 +281,11 @@ async def test_another_model_is_promoted_over_http_and_asked_by_name(tmp_path: P
             'model_learned_total{model="b"} 2.0',
             'model_dead_total{model="b"} 1.0',
             'model_lag{model="b"} 0.0',
+            "taken_total 3.0",
+            "learned_total 2.0",  # of the one that is served, as the following
+            "dead_total 1.0",
+            "learned_number 3.0",
+            f"version {second.learner.version}.0",
         ):
             assert f"aioreplica_online_{line}" in text
         engine = second.learner._engine

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+import aioreplica as ar
 from aioreplica.errors import ContextError, LoopMismatchError
 from aioreplica.integrations.asgi import OnlineService
-from aioreplica.online import Journal, SnapshotReader, publish_snapshot
+from aioreplica.online import ExampleSpec, Journal, Migration, SnapshotReader, publish_snapshot
 from tests.online.program import Counting, example
 from tests.online.test_labels import Seen, opened
 
@@ -326,6 +327,56 @@ async def test_what_is_no_label_is_refused(tmp_path: Path) -> None:
             (await post(service, "/label", {"id": each, "target": 1.0})).status for each in names
         ]
         assert statuses == [202, 429]
+
+
+@pytest.mark.asyncio
+async def test_a_label_of_an_older_form_joins_an_input_that_waits_from_before(
+    tmp_path: Path,
+) -> None:
+    def joined(row: Any) -> Any:
+        return {**row, "target": {"clicked": float(row["target"][0])}}
+
+    class Newer(Seen):
+        async def step(self, ctx: ar.ReplicaContext, batch: Any) -> None:
+            await super().step(ctx, {**batch, "target": batch["target"]["clicked"]})
+
+    async with opened(tmp_path) as older:
+        names = [older.learner.expect(x) for x in (3, 4, 5)]
+    spec = ExampleSpec({"input": 0, "target": {"clicked": 0.0}})
+    newer = {"spec_version": 2, "migrate": {1: Migration(joined)}, "validate": spec}
+    program = Newer(tmp_path, **newer)
+    async with program.strategy, program.learner:
+        service = OnlineService(
+            program.learner, lambda _, x: x, input_like=0, target_like={"clicked": 0.0}
+        )
+        names.append((await post(service, "/predict", {"input": 6})).json()["id"])
+
+        async def label(i: int, target: Any, version: int | None = None) -> tuple[int, str]:
+            more = {} if version is None else {"spec_version": version}
+            answer = await post(service, "/label", {"id": names[i], "target": target, **more})
+            return answer.status, answer.body.decode()
+
+        for target, version, said in (
+            ({"clicked": 7.0}, 2, "waits in the form of spec version 1, and its label has that"),
+            ({"clicked": 7.0}, None, "waits in the form of spec version 1, so its label has to"),
+            ([["a"]], 1, "An example is made of"),
+            ([7.0], 3, "a number from 1 to 2, got 3"),
+            ([7.0], "1", "a number from 1 to 2, got '1'"),
+            ([7.0], 2, "not what is needed"),
+        ):
+            status, text = await label(0, target, version)
+            assert (status, said in text) == (422, True), text
+        for i, version in ((0, 1), (1, None)):
+            for is_duplicate in (False, True):
+                status, text = await label(i, [7.0 + i], version)
+                assert status == 202, text
+                assert json.loads(text)["is_duplicate"] == is_duplicate
+        status, text = await label(3, [9.0])  # waits in the newer form
+        assert (status, "not what is needed" in text) == (422, True)
+        assert (await label(3, {"clicked": 9.0}))[0] == 202
+        names.append("nobody")
+        assert (await label(4, [9.0]))[0] == 404
+        await until(lambda: program.learned() == {3: 7.0, 4: 8.0, 6: 9.0})
 
 
 @pytest.mark.asyncio

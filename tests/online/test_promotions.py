@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 import aioreplica as ar
+from aioreplica.checkpoint import Savepoint
 from aioreplica.errors import CheckpointError, ContextError, JournalError, PoisonedExampleError
 from aioreplica.online import Journal, SnapshotReader
 
-from .program import Counting, example
+from .program import RAISES, Counting, example
+from .test_journal import Failing
 from .test_models import Options, models, take, until, until_caught_up
 
 
@@ -31,7 +33,9 @@ async def test_a_promoted_model_is_served_and_so_it_is_after_a_restart(folder: P
         assert seen == first.version > version
         with SnapshotReader(published) as reader:
             await until(lambda: reader.read().version == first.version)
-            assert reader.read()["counts"].tolist()[:3] == [1, 1, 1]
+            for snapshot in (reader.read(), first.snapshot()):  # by the keys of its own state
+                assert snapshot["counts"].tolist()[:3] == [1, 1, 1]
+                assert ("weight" in snapshot, "deep/weight" in snapshot) == (True, False)
         assert await first.promote("b") == first.version
     async with models(folder, publish_to=published) as found:
         first = found["main"].learner
@@ -134,6 +138,73 @@ async def test_letters_of_who_is_served_are_taken_again_for_it_alone(folder: Pat
         await until_caught_up(found)
     async with models(folder) as found:
         assert found["main"].learned() == found["b"].learned() == [1] * 4
+
+
+@pytest.mark.asyncio
+async def test_a_letter_taken_again_though_its_commit_failed_holds_one_place(folder: Path) -> None:
+    """Its row is there, and only for the model that is served."""
+    moody, disk = True, Failing()
+
+    class Moody(Counting):
+        async def step(self, ctx: ar.ReplicaContext, batch: Any) -> dict[str, float]:
+            if moody and (batch["id"] == 1).any():
+                raise ValueError("not for me")
+            return await super().step(ctx, batch)
+
+    given: Options = {"journal": None, "num_replicas": 1, "max_batch": 1, "max_delay_s": 0.0}
+    journal = Journal(folder / "journal.db", connect=disk.connect)
+    bad = Moody(folder / "b", **given)
+    async with models(folder, rivals={"b": bad}, journal=journal) as found:
+        first = found["main"].learner
+        await take(found, 0, 1)
+        await until_caught_up(found)
+        await first.promote("b")
+        moody = False
+        disk.commits_first, disk.fails_at = True, lambda statement: statement == "COMMIT"
+        with pytest.raises(JournalError, match="disk I/O error"):
+            await bad.learner.retry(2)
+        disk.fails_at = lambda _statement: False
+        assert first.statistics().queue_depth == 0
+        await first.pause()
+        await bad.learner.pause()
+        ticket = await first.submit(example(2))
+        assert (ticket.number, first.statistics().queue_depth) == (4, 2)
+        bad.learner.resume()
+        await ticket
+        assert first.statistics().queue_depth == 0
+        first.resume()
+        await until_caught_up(found)
+        assert found["main"].learned() == bad.learned() == [1, 1, 1]
+
+
+@pytest.mark.asyncio
+async def test_a_served_model_that_cannot_undo_a_step_says_why_it_has_ended(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.warns(RuntimeWarning, match="'b' was not closed in order: The learner"):  # noqa: PT031
+        async with models(folder) as found:
+            first, second = found["main"].learner, found["b"].learner
+            await take(found, 0)
+            await until_caught_up(found)
+            await first.promote("b")
+            await first.pause()
+            put_back = Savepoint.put_back
+
+            def broken(savepoint: Savepoint) -> None:
+                put_back(savepoint)
+                raise RuntimeError("no way back")
+
+            monkeypatch.setattr(Savepoint, "put_back", broken)
+            await first.submit(example(1, RAISES))
+            await until(lambda: second.state == "closed")
+            monkeypatch.undo()
+            assert not first.is_ready
+            assert "could not be undone: RuntimeError: no way back" in second.statistics().failure
+            assert first.statistics().challengers["b"].failure == second.statistics().failure
+            first.resume()
+            await until(lambda: first.statistics().learned_number == 2)
+            await first.promote("main")
+            assert first.statistics().failure == ""
 
 
 @pytest.mark.asyncio
