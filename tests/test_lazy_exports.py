@@ -113,7 +113,7 @@ def test_the_plugin_alone_loads_no_kit() -> None:
     loaded = modules_after(f"import sys, {plugin}\nprint(*sys.modules)")
 
     ours = {name for name in loaded if name.startswith("aioreplica")}
-    suite = "aioreplica.integrations._pytest_suite"
+    suite = "aioreplica.integrations._pytest_plugin"
     assert ours == {"aioreplica", "aioreplica._export", "aioreplica.integrations", plugin, suite}
 
 

@@ -30,7 +30,6 @@ from ._meeting_point import MeetingPoint as MeetingPoint
 from ._merge_call import update_variable as update_variable
 from ._messages import SEND_BOUND as SEND_BOUND
 from ._process_context import ProcessContext as ProcessContext
-from ._random import random_stream as random_stream
 from ._reductions import AllReduce as AllReduce
 from ._reductions import ReduceScatter as ReduceScatter
 from ._reductions import Reduction as Reduction
@@ -40,6 +39,7 @@ from ._reductions import payload_of_numbers as payload_of_numbers
 from ._rendezvous import Mismatch as Mismatch
 from ._rendezvous import Rendezvous as Rendezvous
 from ._rendezvous import ReplicaState as ReplicaState
+from ._replica import random_stream as random_stream
 from ._signature import joined_text as joined_text
 from ._signature import payload_signature as payload_signature
 from ._signature import summand_text as summand_text

@@ -1,4 +1,4 @@
-"""The collectives that replicas call, among all of them or in a group of some."""
+"""The collectives that replicas call, among all of them or in a group of some; decisions."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from abc import ABC
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from threading import get_ident
 from types import FrameType
-from typing import Any, TypeAlias, TypeVar, overload
+from typing import Any, TypeAlias, TypeVar, final, overload
 
-from ..collectives import CommunicationOptions, require_axis, require_options
+import numpy as np
+
+from ..collectives import CommunicationOptions, Turn, no_data, require_axis, require_options
 from ..context import PLACE
-from ..tree import Array, Tree
+from ..tree import Array, Tree, flatten
 from ..typing import OpName, ReduceOp
 from ..values import PerReplica, Variable
-from ._decisions import AGREE, ALL, ANY, BARRIER
 from ._errors import no_blocking_handle_error
 from ._exchanges import ALL_GATHER, ALL_TO_ALL, BROADCAST, Along
 from ._handle import Handle, start
-from ._meeting import CallSite, Collective, SyncGroup, new_call
+from ._meeting import Call, CallSite, Collective, Parts, SyncGroup, new_call
 from ._meeting_point import MeetingPoint, TaskWaiter, Waiter
 from ._merge_call import MERGE_CALL
 from ._reductions import (
@@ -31,6 +32,7 @@ from ._reductions import (
     payload_of,
     payload_of_numbers,
 )
+from ._signature import value_text
 
 T = TypeVar("T")
 Op: TypeAlias = ReduceOp | OpName
@@ -433,3 +435,99 @@ def require_members(members: Iterable[int], own: int, num_replicas: int) -> tupl
             "call it: guard it with `if ctx.replica_id_in_sync_group in ids:`."
         )
     return tuple(sorted(ids))
+
+
+@final
+class Agree(Collective):
+    """Returns the value that all replicas hold; different ones cannot meet."""
+
+    __slots__ = ()
+
+    def detail(self, argument: object) -> str:
+        """Return nothing: the value is shown where it differs."""
+        return ""
+
+    def agrees(self, first: Call, call: Call) -> bool:
+        """Tell whether the values are equal; NaN equals NaN."""
+        return _equal_trees(first.args[0], call.args[0])
+
+    def difference(self, first: Call, call: Call) -> str | None:
+        """Show both values."""
+        if self.agrees(first, call):
+            return None
+        return f"values {first.args[0]!r} and {call.args[0]!r} differ"
+
+    def signature(self, call: Call) -> str:
+        """Describe the value, which has to be equal."""
+        return value_text(call.args[0])
+
+    async def across(self, group: SyncGroup, calls: Sequence[Call], turn: Turn) -> Parts:
+        """Give each replica its own value back if all workers hold equal ones."""
+        await turn.exchange(b"", no_data)
+        return self.perform(group, calls)
+
+    def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts:
+        """Give each replica its own, equal value back."""
+        return [call.args[0] for call in calls]
+
+
+@final
+class Decision(Collective):
+    """Combines one flag per replica: `any`, `all`, or nothing at all for `barrier`."""
+
+    __slots__ = ("_decide",)
+
+    def __init__(self, name: str, decide: Callable[[list[Any]], bool | None]) -> None:
+        super().__init__(name)
+        self._decide = decide
+
+    def detail(self, argument: object) -> str:
+        """Return nothing: there is no argument."""
+        return ""
+
+    def agrees(self, first: Call, call: Call) -> bool:
+        """Return True: flags may differ."""
+        return True
+
+    def difference(self, first: Call, call: Call) -> str | None:
+        """Return None: flags may differ."""
+        return None
+
+    def signature(self, call: Call) -> str:
+        """Return nothing: flags may differ."""
+        return ""
+
+    async def across(self, group: SyncGroup, calls: Sequence[Call], turn: Turn) -> Parts:
+        """Decide here, then over the decisions of all workers."""
+        own = self._decide([call.args[0] for call in calls])
+        slots = await turn.exchange(bytes([bool(own)]), no_data)
+        return [self._decide([slot != b"\0" for slot in slots])] * len(calls)
+
+    def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts:
+        """Decide once for all."""
+        return [self._decide([call.args[0] for call in calls])] * len(calls)
+
+
+def _equal_trees(first: object, other: object) -> bool:
+    leaves, spec = flatten(first)
+    other_leaves, other_spec = flatten(other)
+    if spec != other_spec:
+        return False
+    return all(_equal_leaves(a, b) for a, b in zip(leaves, other_leaves, strict=True))
+
+
+def _equal_leaves(a: object, b: object) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (np.ndarray, np.generic, float, complex)):
+        x, y = np.asarray(a), np.asarray(b)
+        if x.dtype != y.dtype or x.shape != y.shape:
+            return False
+        return bool(np.array_equal(x, y, equal_nan=x.dtype.kind in "fc"))
+    return bool(a == b)
+
+
+AGREE = Agree("agree")
+BARRIER = Decision("barrier", lambda _flags: None)
+ANY = Decision("any", any)
+ALL = Decision("all", all)

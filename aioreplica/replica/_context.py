@@ -24,8 +24,7 @@ from ._meeting import Call, Collective, new_call
 from ._meeting_point import TaskWaiter
 from ._merge_call import create_variable, merge_call_named, update_variable
 from ._process_context import ProcessContext
-from ._random import random_stream
-from ._replica import Replica
+from ._replica import Replica, random_stream
 from ._sending import receive, send
 
 _RUNS_NOTHING = inspect.CO_COROUTINE | YIELDS  # when it is called

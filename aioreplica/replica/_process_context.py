@@ -8,7 +8,7 @@ import numpy as np
 
 from ..devices import Device
 from ..errors import ContextError
-from ._random import random_stream
+from ._replica import random_stream
 
 
 @final

@@ -7,7 +7,7 @@ from ._default import has_strategy as has_strategy
 from ._default import with_context as with_context
 from ._distribute import ValueContext as ValueContext
 from ._extended import Extended as Extended
-from ._group_view import GroupView as GroupView
+from ._extended import GroupView as GroupView
 from ._launch import RunOptions as RunOptions
 from ._lifecycle import StrategyStatistics as StrategyStatistics
 from ._mirrored import CentralStorageStrategy as CentralStorageStrategy

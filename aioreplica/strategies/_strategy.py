@@ -17,8 +17,7 @@ from ..tree import Tree
 from ..typing import OpName, ReduceOp
 from ..values import PerReplica, Snapshot, Variable, VariableOptions, take_snapshot, wait_error
 from ._combine import Axis, gather_tree, local_results, reduce_tree
-from ._extended import Extended
-from ._group_view import GroupView
+from ._extended import Extended, GroupView
 from ._launch import DEFAULT_OPTIONS, RunOptions, launch, require_runnable
 from ._lifecycle import StrategyStatistics
 from ._runtime import Replicas, Runtime, Scope

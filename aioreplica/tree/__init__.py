@@ -1,7 +1,5 @@
 """Pytrees: nested containers of values, over optree in a namespace of our own."""
 
-from ._json import decode as decode
-from ._json import encode as encode
 from ._tree import LEAF_SPEC as LEAF_SPEC
 from ._tree import LEAF_TYPES as LEAF_TYPES
 from ._tree import Array as Array
@@ -9,7 +7,9 @@ from ._tree import DType as DType
 from ._tree import Leaf as Leaf
 from ._tree import Tree as Tree
 from ._tree import TreeSpec as TreeSpec
+from ._tree import decode as decode
 from ._tree import describe_structure as describe_structure
+from ._tree import encode as encode
 from ._tree import flatten as flatten
 from ._tree import flatten_arrays as flatten_arrays
 from ._tree import flatten_one_level as flatten_one_level

@@ -1,4 +1,4 @@
-"""Pytrees over optree: which containers are opened, and the two settings all code must share.
+"""Pytrees over optree: which containers are opened, settings all code must share, and JSON.
 
 Two settings are made here and nowhere else: None is a leaf (a replica that returns None differs
 from one that returns nothing), and types are looked up in namespaces of our own, so that
@@ -14,7 +14,9 @@ the value itself, not its components.
 
 from __future__ import annotations
 
+import base64
 import functools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -274,3 +276,65 @@ def flatten_one_level(
     assert one_level is not None  # a spec that is not a leaf has one
     children = optree.tree_flatten_one_level(tree, none_is_leaf=True, namespace=OPAQUE)[0]
     return list(children), lambda parts: optree.tree_unflatten(one_level, parts), one_level
+
+
+_PLAIN = frozenset({str, int, bool, type(None)})
+
+
+def encode(tree: Tree, leaf: Callable[[Any], object]) -> Any:
+    """Return a tree of numbers, text, bytes, None, lists, tuples and dicts as JSON has it.
+
+    Args:
+        tree: The tree. Types are compared exactly.
+        leaf: Returns the JSON of everything else, such as arrays, or raises.
+
+    Example:
+        >>> encode({"rate": 0.5, "shape": (2, 3)}, repr)
+        {'rate': 0.5, 'shape': {'$tuple': [2, 3]}}
+    """
+    kind = type(tree)
+    if kind in _PLAIN:
+        return tree
+    if kind is float:
+        return tree if math.isfinite(tree) else {"$float": repr(tree)}
+    if kind is list:
+        return [encode(child, leaf) for child in tree]
+    if kind is tuple:
+        return {"$tuple": [encode(child, leaf) for child in tree]}
+    if kind is dict:
+        if all(type(name) is str and not name.startswith("$") for name in tree):
+            return {name: encode(child, leaf) for name, child in tree.items()}
+        return {"$items": [[encode(each, leaf) for each in item] for item in tree.items()]}
+    return {"$bytes": base64.b64encode(tree).decode()} if kind is bytes else leaf(tree)
+
+
+def decode(found: object, arrays: Any) -> Tree:
+    """Return the tree that was encoded; anything else than its JSON is an error of any kind.
+
+    Args:
+        found: What JSON has.
+        arrays: The arrays, by number or name.
+
+    Example:
+        >>> decode({"shape": {"$tuple": [2, {"$float": "inf"}]}}, [])
+        {'shape': (2, inf)}
+    """
+    if isinstance(found, list):
+        return [decode(child, arrays) for child in found]
+    if not isinstance(found, dict):
+        return found
+    if len(found) == 1:
+        [(tag, content)] = found.items()
+        if tag == "$tuple":
+            return tuple(decode(content, arrays))
+        if tag in {"$tensor", "$array"}:
+            return arrays[content]
+        if tag == "$scalar":
+            return arrays[content][()]
+        if tag == "$float":
+            return float(content)
+        if tag == "$bytes":
+            return base64.b64decode(content, validate=True)
+        if tag == "$items":
+            return {decode(name, arrays): decode(child, arrays) for name, child in content}
+    return {name: decode(child, arrays) for name, child in found.items()}

@@ -19,6 +19,7 @@ from ._division import parts_of as parts_of
 from ._indexed_slices import IndexedSlices as IndexedSlices
 from ._mirrored import CentralVariable as CentralVariable
 from ._mirrored import MirroredVariable as MirroredVariable
+from ._mirrored import SyncOnReadVariable as SyncOnReadVariable
 from ._mirrored import aggregate as aggregate
 from ._plain import PlainVariable as PlainVariable
 from ._plain import default_store as default_store
@@ -36,7 +37,6 @@ from ._store import Done as Done
 from ._store import VariableStore as VariableStore
 from ._store import wait_error as wait_error
 from ._store import writable_buffer as writable_buffer
-from ._sync_on_read import SyncOnReadVariable as SyncOnReadVariable
 from ._update import Staging as Staging
 from ._update import is_own as is_own
 from ._update import require_own as require_own
