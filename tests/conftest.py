@@ -18,6 +18,11 @@ from aioreplica.cluster import ClusterResolver
 from aioreplica.devices import Device, list_devices
 from aioreplica.devices.backends._discover import may_have_gpu
 
+ON_STREAMS = os.environ.get("AIOREPLICA_TEST_STREAMS")  # how they give memory back: a step of CI
+if ON_STREAMS:  # in the place of the machine's own
+    from tests.devices import streams
+
+    streams.take_place(ON_STREAMS)
 ar.set_logical_devices("cpu", 8)
 
 # How long an example takes says nothing on a busy machine.
@@ -89,6 +94,8 @@ STRATEGIES = {
 }
 if os.environ.get("AIOREPLICA_TEST_WORKERS"):  # a step of CI: all contracts, the way across workers
     STRATEGIES["workers-1"] = lambda: one_worker(2)
+if ON_STREAMS:
+    STRATEGIES["streams-2"] = lambda: ar.MirroredStrategy(["cuda:0", "cuda:1"])
 NOT_FOR_WORKERS = {
     "test_it_may_run_the_strategy_again": "a run in a merge function would wait for itself",
     "test_device_programs_are_refused_there": "so would this",
@@ -119,6 +126,8 @@ async def strategy(request: pytest.FixtureRequest) -> AsyncIterator[ar.Strategy]
     """Every kind of strategy: what a test says of this one holds for all."""
     if request.param == "workers-1" and request.node.originalname in NOT_FOR_WORKERS:
         pytest.skip(NOT_FOR_WORKERS[request.node.originalname])
+    if request.param == "streams-2" and request.node.path.name == "test_compiled.py":
+        pytest.skip("compiled steps run where jax has devices")
     chosen = STRATEGIES[request.param]()
     yield chosen
     await chosen.aclose()

@@ -9,19 +9,21 @@ only if they were said to use it, by `keep`. All devices are one GPU.
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
 
-from aioreplica.devices.backends import Backend, TorchBackend
+from aioreplica.context import REGISTRY
+from aioreplica.devices.backends import Backend, NumpyBackend, TorchBackend
 
 pytest.importorskip("torch")  # doctests are looked for in this file, too
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
 
 POISON = -7777
 DEVICE = torch.device("cuda:0")
@@ -91,7 +93,9 @@ def give_back(owner: Stream, users: list[Stream], data: torch.Tensor) -> None:
 
 
 def poison_of(dtype: torch.dtype) -> Any:
-    return torch.nan if dtype.is_floating_point else POISON if dtype is not torch.bool else True
+    if dtype.is_floating_point:
+        return torch.nan
+    return {torch.bool: True, torch.uint8: 222, torch.int8: -111}.get(dtype, POISON)
 
 
 class DeviceArray(torch.Tensor):
@@ -163,8 +167,9 @@ def read_all(get: Callable[[], Any], numbers: Any) -> Any:
         current().synchronise()
         for each in numbers:
             if isinstance(each, torch.Tensor):
-                bad = each.isnan() if each.dtype.is_floating_point else each == POISON
-                if bool(bad.any()):
+                poison = poison_of(each.dtype)
+                bad = each.isnan() if each.dtype.is_floating_point else each == poison
+                if poison is not True and bool(bad.any()):
                     raise PoisonError(f"read {each} on stream {current().name}")
         return get()
 
@@ -172,6 +177,20 @@ def read_all(get: Callable[[], Any], numbers: Any) -> Any:
 def read(array: torch.Tensor) -> torch.Tensor:
     own: Any = array.detach()
     return read_all(lambda: own.numbers.clone(), [own.numbers])  # type: ignore[no-any-return]
+
+
+def copied(value: Any) -> Any:
+    """Have an array copied on the device; anything else is returned as it is."""
+    return value.clone() if isinstance(value, DeviceArray) else value
+
+
+def frozen(value: Any) -> Any:
+    """Read an array, as one of NumPy that is read-only."""
+    if not isinstance(value, DeviceArray):
+        return value
+    found = read(value).numpy()
+    found.flags.writeable = False
+    return found
 
 
 def upload(values: Any) -> DeviceArray:
@@ -194,6 +213,25 @@ class Upload(torch.autograd.Function):
         return read(gradients[0])
 
 
+PINNED: MutableMapping[torch.Tensor, list[Stream]] = WeakTensorKeyDictionary()
+
+
+def pinned(memory: torch.Tensor) -> torch.Tensor:
+    """Give memory of the host that is handed out again behind the copies that streams make."""
+    memory.fill_(poison_of(memory.dtype))
+    users = PINNED[memory] = []
+    weakref.finalize(memory, hand_out, users, memory.detach())
+    return memory
+
+
+def hand_out(users: list[Stream], data: torch.Tensor) -> None:
+    with LOCK:
+        for user in users:
+            user.enqueue(lambda: data.fill_(poison_of(data.dtype)))
+        if not users:
+            data.fill_(poison_of(data.dtype))
+
+
 class Copies(TorchFunctionMode):
     """Takes the place of torch's own copies to the device; others are not known here."""
 
@@ -201,7 +239,11 @@ class Copies(TorchFunctionMode):
         named = dict(kwargs or {})
         if func is torch.tensor and named.get("device") == DEVICE:
             return upload(torch.tensor(*args))
-        if func is torch.Tensor.to and args[1:] == (DEVICE,):
+        if func is torch.empty and named.pop("pin_memory", False):
+            return pinned(torch.empty(*args, **named))
+        if func is torch.Tensor.to and DEVICE.type in [getattr(x, "type", "") for x in args[1:]]:
+            if named.get("non_blocking"):
+                PINNED[args[0]].append(current())
             return Upload.apply(args[0])
         return func(*args, **named)
 
@@ -216,13 +258,14 @@ class StreamBackend(Backend):
     has_streams = True
 
     def num_devices(self, kind: str) -> int:
-        return 4 if kind == "cuda" else 0
+        return 8 if kind == "cuda" else 0
 
     def owns(self, value: object) -> bool:
         return isinstance(value, torch.Tensor)
 
     def put(self, value: Any, device: str) -> Any:
-        return value if isinstance(value, DeviceArray) else upload(value)
+        with Copies():
+            return value if isinstance(value, DeviceArray) else self._torch.put(value, device)
 
     def get(self, array: Any) -> Any:
         return read(array).numpy() if isinstance(array, DeviceArray) else self._torch.get(array)
@@ -239,6 +282,26 @@ class StreamBackend(Backend):
 
     def reduce(self, op: Any, arrays: Sequence[Any]) -> Any:
         return self._torch.reduce(op, arrays)
+
+
+@contextmanager
+def installed(mode: str, backend: Backend | None = None) -> Iterator[None]:
+    """Put devices with streams in the place of the machine's own."""
+    mode_before, MODE["is"] = MODE["is"], mode
+    backends = REGISTRY.replace("backends", (NumpyBackend(), backend or StreamBackend()))
+    devices = REGISTRY.replace("logical_devices", None)
+    try:
+        yield
+    finally:
+        MODE["is"] = mode_before
+        REGISTRY.replace("logical_devices", devices)
+        REGISTRY.replace("backends", backends)
+
+
+def take_place(mode: str) -> None:
+    """Put devices with streams in the place of the machine's own for as long as it lives."""
+    MODE["is"] = mode
+    REGISTRY.replace("backends", (NumpyBackend(), StreamBackend()))
 
 
 @contextmanager

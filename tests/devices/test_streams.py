@@ -15,9 +15,8 @@ import pytest
 import pytest_asyncio
 
 import aioreplica as ar
-from aioreplica.context import REGISTRY
 from aioreplica.devices import lane_table
-from aioreplica.devices.backends import Backend, NumpyBackend, TorchBackend
+from aioreplica.devices.backends import Backend, TorchBackend
 from benchmarks._gpu_place import SharedGpu
 from tests.replica.gated import me, my_id
 
@@ -30,15 +29,12 @@ GPU = pytest.param("gpu", marks=pytest.mark.gpu)
 
 
 @pytest_asyncio.fixture(params=["late", "early", GPU])
-async def pair(request: Any, monkeypatch: Any) -> AsyncIterator[ar.MirroredStrategy]:
+async def pair(request: Any) -> AsyncIterator[ar.MirroredStrategy]:
     """Two replicas on devices with streams, in place of the machine's own; or both on its GPU."""
-    monkeypatch.setitem(streams.MODE, "is", request.param)
-    backends = REGISTRY.replace("backends", (NumpyBackend(), backend()))
-    devices = REGISTRY.replace("logical_devices", None)
-    async with ar.MirroredStrategy(DEVICES) as strategy:
-        yield strategy
-    REGISTRY.replace("logical_devices", devices)
-    REGISTRY.replace("backends", backends)
+    gpu = SharedGpu(2) if request.param == "gpu" else None
+    with streams.installed(request.param, gpu):
+        async with ar.MirroredStrategy(DEVICES) as strategy:
+            yield strategy
 
 
 def is_on_gpu() -> bool:
@@ -113,6 +109,36 @@ def test_memory_is_given_back_under_a_stream_that_nobody_told_of(
     else:
         with pytest.raises(PoisonError):
             read(y)
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0], [[1], [2]], 3.0, [], [True]])
+def test_a_copy_comes_from_pinned_memory_and_has_to_be_waited_for(values: Any) -> None:
+    array = np.array(values)
+    with streams.own_stream("cuda:7"):
+        x, y = (streams.StreamBackend().put(array, "cuda:7") for _ in range(2))
+    assert x.dtype == y.dtype == torch.tensor(array).dtype
+    array[...] = False  # it has been read
+
+    if array.size and array.dtype != bool:
+        with pytest.raises(PoisonError):
+            read(x)
+    with streams.own_stream("cuda:7"):
+        assert y.tolist() == values
+
+
+def test_pinned_memory_is_handed_out_behind_the_copy() -> None:
+    with streams.Copies():
+        memory = torch.empty(2, dtype=torch.float64, pin_memory=True)
+        memory.copy_(torch.tensor([1.0, 2.0]))
+        with streams.own_stream("cuda:7"):
+            told = memory.to(streams.DEVICE, non_blocking=True)
+        alias = memory.detach()
+        del memory
+
+    assert alias.tolist() == [1.0, 2.0]
+    with streams.own_stream("cuda:7"):
+        assert told.tolist() == [1.0, 2.0]
+    assert alias.isnan().all()
 
 
 # ---- ops -----------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 Prints the seed of a program that goes wrong, and a smaller one that goes wrong alike. With
 `--seed S --programs 1` the same program runs again. With `--threads N` so many programs run at
-once, each on an event loop of its own, and share what the process has once: lanes, registries.
+once, each on an event loop of its own, and share what the process has once: lanes, registries. With
+`--streams` replicas bring arrays of devices with streams; this needs torch.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=None, help="for how long")
     parser.add_argument("--failures", type=int, default=1, help="stop after so many")
     parser.add_argument("--real", action="store_true", help="all on a real event loop")
+    parser.add_argument("--streams", action="store_true", help="on devices with streams; all real")
     parser.add_argument("--threads", type=int, default=1, help="event loops at once; all real")
     options = parser.parse_args()
     if options.programs is None and options.seconds is None:
@@ -46,7 +48,7 @@ def main() -> int:
             if options.seconds is not None and time.monotonic() - begun > options.seconds:
                 return
             seed = options.seed + number
-            if not (check_beside_others(seed) if threads else check(seed, options.real)):
+            if not (check_beside_others(seed) if threads else check(seed, options)):
                 failures.append(number)
             done.append(number)
 
@@ -78,9 +80,12 @@ def check_beside_others(seed: int) -> bool:
     return wrong is None
 
 
-def check(seed: int, all_real: bool) -> bool:
+def check(seed: int, options: argparse.Namespace) -> bool:
     """Run the program of a seed; print what is wrong with it."""
-    program = random_program(seed, real=all_real or seed % REAL_SHARE == REAL_SHARE - 1)
+    is_real = options.real or seed % REAL_SHARE == REAL_SHARE - 1
+    program = random_program(seed, real=is_real, streams=options.streams)
+    if options.streams and may_stall(program):  # these are about time
+        return True
     wrong = try_program(program)
     if wrong is None:
         return True

@@ -7,7 +7,12 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 import aioreplica as ar
+from aioreplica.devices.backends import reduce_in_namespace
+from aioreplica.tree import map_leaves
+from aioreplica.typing import ReduceOp
 from tests.fuzz import model
 from tests.fuzz.program import Plant, Program, Statement
 
@@ -100,6 +105,30 @@ class Calls:
         for _ in range(nap if nap < 10 else 0):
             await asyncio.sleep(0)
 
+    # ---- arrays --------------------------------------------------------------------------
+
+    def argument(self, statement: Statement, me: int) -> Any:
+        """Return what a replica brings; on a device with streams it is there some time later."""
+        value = model.argument(self.program, statement, me)
+        if not self.program.streams or statement.kind == "agree":
+            return value
+        from tests.devices import streams
+
+        return map_leaves(lambda x: streams.upload(x) if isinstance(x, np.ndarray) else x, value)
+
+    def keep(self, results: list[Any], me: int, uid: int) -> None:
+        """Take a result out of a list, and keep its numbers.
+
+        Arrays of a device are read behind the stream of the thread alone, and from copies: when
+        these are made, on the device, the result itself has been let go.
+        """
+        if self.program.streams:
+            from tests.devices import streams
+
+            results[:] = [map_leaves(streams.copied, results.pop())]
+            results[:] = [map_leaves(streams.frozen, results.pop())]
+        self.outcome.results[me][uid] = results.pop()
+
     # ---- calls ---------------------------------------------------------------------------
 
     def members(self, statement: Statement, own: Any) -> Any:
@@ -145,7 +174,7 @@ class Calls:
         value: Any = None
         if statement.kind not in {"barrier", "any", "all", "write", "assign"}:
             giver = statement.members[0] if statement.kind == "agree" else me
-            value = model.argument(self.program, statement, giver)
+            value = self.argument(statement, giver)
             value = [value] if differs and statement.kind != "message" else value
         match kind or statement.kind:
             case "message":
@@ -193,8 +222,13 @@ class Calls:
         self.check_plant(uid)
         statement = self.program.statement(int(uid))
         columns = zip(*map(model.leaves_of, _parts(values, len(statement.members))), strict=True)
-        sums = [model.reduced("sum", list(column)) for column in columns]
+        sums = [self.summed(column) for column in columns]
         return model.tree(statement.value, sums)
+
+    def summed(self, parts: tuple[Any, ...]) -> Any:
+        if not self.program.streams or isinstance(parts[0], (bool, int, float)):
+            return model.reduced("sum", list(parts))
+        return reduce_in_namespace(ReduceOp.SUM, parts)
 
     def turned(self, strategy: Any, uid: str, values: Any) -> Any:
         self.check_plant(uid)

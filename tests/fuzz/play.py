@@ -9,14 +9,13 @@ import sys
 import threading
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import anyio
 
 import aioreplica as ar
 import aioreplica.testing as art
-from tests.fuzz import model
 from tests.fuzz.calls import UNIT_S, Calls, HostileError, Outcome, PlantedError, context
 from tests.fuzz.program import TALKS, Plant, Program, Statement, may_stall
 
@@ -39,7 +38,8 @@ def play(program: Program) -> Outcome:
     world = World(program)
     with _alarms(world.outcome):
         if program.real:
-            asyncio.run(asyncio.wait_for(world.main(), REAL_LIMIT_S))
+            with _devices(program):
+                asyncio.run(asyncio.wait_for(world.main(), REAL_LIMIT_S))
         else:
             art.run(world.main, seed=program.schedule)
         outcome = world.outcome
@@ -53,6 +53,15 @@ def play_beside_others(program: Program) -> Outcome:
     world = World(program)
     asyncio.run(asyncio.wait_for(world.main(), REAL_LIMIT_S))
     return world.outcome
+
+
+def _devices(program: Program) -> AbstractContextManager[object]:
+    """Put devices with streams in the place of the machine's, if the program is for these."""
+    if not program.streams:
+        return nullcontext()
+    from tests.devices import streams
+
+    return streams.installed(program.streams)
 
 
 @contextmanager
@@ -104,7 +113,8 @@ class World:
     async def main(self) -> None:
         self.begin()
         program, outcome = self.program, self.outcome
-        async with ar.MirroredStrategy([f"cpu:{i}" for i in range(program.size)]) as strategy:
+        kind = "cuda" if program.streams else "cpu"
+        async with ar.MirroredStrategy([f"{kind}:{i}" for i in range(program.size)]) as strategy:
             if {s.kind for s in program.statements} & {"write", "assign"}:
                 self.calls.make_variables(strategy)
             watcher = asyncio.create_task(self.watch(strategy)) if program.watched else None
@@ -231,11 +241,13 @@ class World:
                     result = None if statement.kind == "assign" else result
                 else:
                     result = await self.ways[way](self, lambda: self.calls.call(statement, me))
-        self.outcome.results[me][statement.uid] = result
+        results = [result]
+        del result
+        self.calls.keep(results, me, statement.uid)
 
     async def start(self, statement: Statement, me: int) -> Any:
         members = self.calls.members(statement, context())
-        value = model.argument(self.program, statement, me)
+        value = self.calls.argument(statement, me)
         if statement.way_of(me) == "op":
             return await context().run_on_device(members.start_all_reduce, statement.op, value)
         return members.start_all_reduce(statement.op, value)
@@ -376,7 +388,9 @@ class World:
                 result = self.calls.call_blocking(statement, me, own)
                 if statement.kind == "assign":
                     result = None
-                self.outcome.results[me][statement.uid] = result
+                results = [result]
+                del result
+                self.calls.keep(results, me, statement.uid)
         return me
 
 

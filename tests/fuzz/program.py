@@ -99,6 +99,7 @@ class Program:
         cleanups: What each replica does when it is cancelled: "", "nap", "device", "collective",
             "raise" or "swallow".
         watched: Whether a task takes snapshots of the variables meanwhile.
+        streams: When devices with streams give memory back, "late" or "early"; "" for the host.
     """
 
     seed: int
@@ -112,6 +113,7 @@ class Program:
     moment: int = 0
     cleanups: tuple[str, ...] = ()
     watched: bool = False
+    streams: str = ""
 
     def part_of(self, replica: int) -> list[Statement]:
         """Return what a replica does, in its own order."""
@@ -287,8 +289,9 @@ PLAIN_PLANTS = ("raise", "return", "other", "differs", "skip", "merge raises", "
 CLEANUPS = ("", "", "", "nap", "device", "collective", "raise", "swallow")
 
 
-def random_program(seed: int, *, real: bool = False) -> Program:
+def random_program(seed: int, *, real: bool = False, streams: bool = False) -> Program:
     """Make a program; the same seed gives the same one."""
+    real = real or streams  # simulated devices have none
     rng = random.Random(seed)
     size = rng.choice((1, 2, 2, 3, 3, 4, 5))
     flavour = "plain" if rng.random() < 0.12 else "async"
@@ -301,6 +304,7 @@ def random_program(seed: int, *, real: bool = False) -> Program:
         real=real,
         schedule=None if real or rng.random() < 0.1 else rng.randrange(10**6),
         watched=rng.random() < 0.2 and any(s.kind in {"write", "assign"} for s in statements),
+        streams=("late", "early")[seed % 2] if streams else "",
     )
     if rng.random() < 0.5:
         program = replace(program, plants=_plants(rng, program))

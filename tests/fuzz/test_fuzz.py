@@ -40,6 +40,15 @@ def test_more_random_programs_on_a_real_loop() -> None:
         assert try_program(program) is None, f"seed {seed}\n{program}"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [5, 16, 19])
+def test_random_programs_on_devices_with_streams(seed: int) -> None:
+    pytest.importorskip("torch")
+    program = random_program(seed, streams=True)
+
+    assert try_program(program) is None, program
+
+
 def test_the_same_seed_gives_the_same_program() -> None:
     assert random_program(17) == random_program(17)
     assert str(random_program(17)) != str(random_program(18))

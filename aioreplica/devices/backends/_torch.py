@@ -54,14 +54,22 @@ class TorchBackend(Backend):
         """Return `value` as a tensor on a device; a tensor that is there already is not copied.
 
         NumPy arrays are copied: torch has no read-only tensors, so what operations in place write
-        must not be the memory of a batch or of a variable.
+        must not be the memory of a batch or of a variable. To a CUDA device they go by way of
+        pinned memory, from which the GPU copies while it computes: the calling thread's stream has
+        the tensor some time later, and `value` may be written at once.
         """
         import torch
 
         target = _torch_device(device)
         if is_torch_array(value):
             return value.to(target)
-        return torch.tensor(np.asarray(value), device=target)
+        array = np.asarray(value)
+        if target.type != "cuda":
+            return torch.tensor(array)
+        like = torch.tensor(array[(slice(0, 0),) * array.ndim])
+        pinned = torch.empty(array.shape, dtype=like.dtype, pin_memory=True)
+        np.copyto(pinned.numpy(), array)
+        return pinned.to(target, non_blocking=True)  # torch keeps what is still read
 
     def get(self, array: Array) -> Array:
         """Return a tensor's numbers as a NumPy array; bfloat16, which NumPy lacks, as float32."""
