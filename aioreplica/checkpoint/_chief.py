@@ -1,28 +1,48 @@
-"""Checkpoints of several workers: the first one writes, with what the others have of their own.
+"""Checkpoints of several workers: the first one writes, and each its parts of what is divided.
 
 What survivors of a lost worker have kept in memory comes from the one that has done most steps.
 
 Variables are equal on all workers, so the first one's are saved. On-read variables have components
-on every worker; these are gathered.
+on every worker; these are gathered. Of divided variables each worker writes its part.
 """
 
 from __future__ import annotations
 
 import json
+from asyncio import Future
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, final
 
 import numpy as np
 
-from ..collectives import SLOT_BYTES, Carry, Wire, broadcast_bytes, gather_across, no_data
-from ..errors import CheckpointNotCommittedError
+from ..collectives import (
+    SLOT_BYTES,
+    Carry,
+    Turn,
+    Wire,
+    broadcast_bytes,
+    gather_across,
+    gather_bytes,
+    no_data,
+)
+from ..errors import (
+    CheckpointError,
+    CheckpointNotCommittedError,
+    CheckpointUncertainError,
+    WorkerLostError,
+)
 from ..tree import Array
 from ..typing import VariableSynchronization
 from ..values import DividedVariable, Variable, workers_of
-from ._format import EntryRecord, dtype_of, dump_entries, parse_entries
+from ._claims import Claim, mark_of
+from ._format import EntryRecord, dtype_of, dump_entries, parse_entries, parse_share
+from ._lane import Stop, run_all
+from ._retry import new_stop
 from ._state import Cut, Entry, frozen, read_state, take_cut
+from ._storage import Storage
+from ._writing import StepWriter, not_committed
 
 if TYPE_CHECKING:
     from ..cluster import Workers
@@ -47,13 +67,15 @@ async def take_common_cut(state: object, step: int) -> tuple[Cut, Workers | None
         for key, entry in cut.entries.items()
         if isinstance(entry.thing, Variable) and not entry.thing.is_mirrored and key not in divided
     ]
-    for variable in divided.values():
+    for key, variable in divided.items():
         variable.require_current(workers.num_workers)
+        cut.arrays[key] = cut.arrays[key][:1]
+        if variable.is_mirrored:
+            cut.arrays[key] = [cut.arrays[key][0].reshape(variable.shape)]
+        else:
+            cut.divisions[key] = variable.division
     text = f"step {step}: {keys}, {[*divided]}"
     async with workers.operation("CheckpointManager.save", text) as turn:
-        if divided:
-            bring: Carry[None] = partial(_bring_together, cut, divided)
-            await turn.exchange(b"", bring, what="parts")
         if not keys:
             await turn.exchange(b"", no_data)
         else:
@@ -63,16 +85,14 @@ async def take_common_cut(state: object, step: int) -> tuple[Cut, Workers | None
     return cut, workers
 
 
-async def _bring_together(
-    cut: Cut, divided: Mapping[str, DividedVariable], wire: Wire, _slots: Sequence[bytes]
-) -> None:
+async def _bring_together(cut: Cut, wire: Wire, _slots: Sequence[bytes]) -> None:
     """Put divided variables as a whole into the cut of the first worker, who writes them.
 
     Parts come one by one, so that the others never have more of a variable than a part.
     """
-    for key, variable in divided.items():
-        part = cut.arrays[key][0]
-        division, whole = variable.division, np.empty(0, part.dtype)
+    for key, division in cut.divisions.items():
+        variable, part = cut.entries[key].thing, cut.arrays[key][0]
+        whole = np.empty(0, part.dtype)
         if division.rank == 0:
             whole = np.empty(division.shape, part.dtype)
         for rank, (begin, end) in enumerate(division.ranges):
@@ -81,6 +101,10 @@ async def _bring_together(
                 whole.reshape(-1)[begin:end] = found
         whole.flags.writeable = False
         cut.arrays[key] = [whole]
+    cut.divisions.clear()
+
+
+# ---- saving ------------------------------------------------------------------------------
 
 
 async def write_once(
@@ -90,25 +114,220 @@ async def write_once(
 
     Raises:
         CheckpointNotCommittedError: On the other workers, if the first one could not write.
+        CheckpointUncertainError: On the other workers, if the first one does not know.
         Exception: On the first worker, what went wrong.
     """
     if workers is None:
         await write()
         return
-    async with workers.operation("CheckpointManager.save", f"step {step} written") as turn:
-        failure: Exception | None = None
-        if turn.rank == 0:
-            try:
-                await write()
-            except Exception as error:  # noqa: BLE001 - raised below, once the others know
-                failure = error
-        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        slots = await turn.exchange(text.encode()[:SLOT_BYTES], no_data)
+
+    async def write_first(turn: Turn) -> None:
+        await _done_by_all(turn, step, "", write if turn.rank == 0 else _nothing)
+
+    await _agreed(workers, f"step {step} written", write_first)
+
+
+async def write_together(
+    workers: Workers,
+    storage: Storage,
+    step: int,
+    cut: Cut,
+    begin: Callable[[], int],
+    end: Callable[[Stop, int], list[str]],
+) -> list[str]:
+    """Write a cut as a step, of which each worker writes its parts; raises on all, or on none.
+
+    The first worker makes the claim, and tells the others of it. One that finds that very claim
+    sees the same directory. It writes its parts there; the first one has written the rest by then,
+    and writes the manifest when all are done. If a worker does not see the claim, parts travel to
+    the first one, which writes all.
+
+    Args:
+        workers: Those of the strategy.
+        storage: Where to.
+        step: Its number.
+        cut: What to write.
+        begin: As for `write_cut`, on the first worker.
+        end: As for `write_cut`, on all workers, each with the length of its own files.
+
+    Returns:
+        What `end` returns, and a text if the first one has written all.
+
+    Raises:
+        CheckpointNotCommittedError: If a worker could not write; what was there before still is.
+        CheckpointUncertainError: As for `write_cut`.
+        WorkerLostError: If a worker was cancelled meanwhile, or is gone.
+
+    Cancellation:
+        Tells the other workers. Before the manifest takes its name nothing is saved.
+    """
+    stop = new_stop(storage)
+    saving = _Together(storage, step, cut, begin, end, stop, StepWriter(storage, step, cut, stop))
+    try:
+        await _agreed(workers, f"step {step} in parts", saving.take)
+    except BaseException as error:
+        await run_all([saving.writer.clean_up], Stop(), shielded=True)
+        if isinstance(error, (OSError, MemoryError)) and not isinstance(
+            error, (CheckpointError, WorkerLostError)
+        ):
+            raise not_committed(storage, step, error) from error
+        raise
+    return saving.left
+
+
+@final
+@dataclass(slots=True)
+class _Together:
+    """One save of several workers, as one of them takes part in it; see `write_together`."""
+
+    storage: Storage
+    step: int
+    cut: Cut
+    begin: Callable[[], int]
+    end: Callable[[Stop, int], list[str]]
+    stop: Stop
+    writer: StepWriter
+    left: list[str] = field(default_factory=list)
+
+    async def take(self, turn: Turn) -> None:
+        """Take part in all that the workers agree on, one after the other."""
+        is_first = turn.rank == 0
+        begun = await self._stage(turn, "the claim", self._claim if is_first else None)
+        sequence, mark, self.writer.attempt = json.loads(begun[0])
+        claim = Claim(sequence, self.step)
+        look = partial(self._look, claim, mark)
+        seen = await self._stage(turn, "the directory", None if is_first else look)
+        blind = [rank for rank, found in enumerate(seen) if rank and not found]
+        if blind:
+            bring: Carry[None] = partial(_bring_together, self.cut)
+            await turn.exchange(b"", bring, what="parts")
+            if not is_first:
+                self.cut.arrays.clear()
+        else:
+            self.writer.worker = turn.rank
+            _keep_share(self.cut, turn.rank)
+        shares = await _done_by_all(turn, self.step, "the files", self._write)
+        commit = partial(self._commit, shares)
+        await self._stage(turn, "the manifest", commit if is_first else None)
+        if not is_first:
+            self.left = self.end(self.stop, _bytes_of(shares[turn.rank]))
+        elif blind:
+            self.left.append(_BLIND.format(", ".join(map(str, blind)), self.storage))
+
+    async def _stage(self, turn: Turn, what: str, work: Callable[[], bytes] | None) -> list[bytes]:
+        """Do something on a thread, if anything; return what that gave on all workers."""
+
+        async def on_thread() -> bytes:
+            return b"" if work is None else (await run_all([work], self.stop))[0]
+
+        return await _done_by_all(turn, self.step, what, on_thread)
+
+    def _claim(self) -> bytes:
+        sequence = self.begin()
+        self.writer.begin(sequence)
+        mark = mark_of(self.storage, Claim(sequence, self.step)).decode(errors="replace")
+        return json.dumps([sequence, mark, self.writer.attempt]).encode()
+
+    def _look(self, claim: Claim, mark: str) -> bytes:
+        found = mark_of(self.storage, claim).decode(errors="replace")
+        return b"seen" if found and found == mark else b""
+
+    async def _write(self) -> bytes:
+        records = await run_all(self.writer.files(), self.stop)
+        [share] = await run_all([partial(self.writer.share, records)], self.stop)
+        return share
+
+    def _commit(self, shares: Sequence[bytes]) -> bytes:
+        self.writer.commit(self.writer.add_shares(shares))
+        self.left = self.end(self.stop, _bytes_of(shares[0]))
+        return b""
+
+
+def _keep_share(cut: Cut, rank: int) -> None:
+    """Let go of what this worker does not write: it writes its parts; the first one the rest.
+
+    A divided variable that one worker has whole is written as any other.
+    """
+    for key in cut.arrays:
+        division = cut.divisions.get(key)
+        if division is None:
+            if rank:
+                cut.arrays[key] = []
+        elif division.ranges[rank] not in division.held:
+            cut.arrays[key] = []
+        elif len(division.held) == 1:
+            cut.arrays[key] = [cut.arrays[key][0].reshape(division.shape)]
+
+
+_BLIND = (
+    "Worker {} does not see {} as worker 0 does, so worker 0 has written the parts of all, and "
+    "held divided variables whole meanwhile. Give all workers one directory, which each of them "
+    "needs to restore, too."
+)
+
+
+def _bytes_of(share: bytes) -> int:
+    return sum(file.bytes for file in parse_share(share)[0])
+
+
+@final
+class _AgreedError(Exception):
+    """Raised on all workers when one of them has failed."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+async def _agreed(workers: Workers, text: str, do: Callable[[Turn], Awaitable[None]]) -> None:
+    """Do something in an operation; raise what they have agreed on when it is over."""
+    failure: Exception | None = None
+    async with workers.operation("CheckpointManager.save", text) as turn:
+        try:
+            await do(turn)
+        except _AgreedError as agreed:
+            failure = agreed.error
     if failure is not None:
         raise failure
-    if slots[0]:
-        cause = slots[0].decode("utf-8", "replace")
-        raise CheckpointNotCommittedError(f"Worker 0 could not save step {step}: {cause}")
+
+
+async def _done_by_all(
+    turn: Turn, step: int, what: str, work: Callable[[], Awaitable[bytes | None]]
+) -> list[bytes]:
+    """Do this worker's part of something; return what all have made, once all are done.
+
+    Raises:
+        _AgreedError: On all workers, if one has failed.
+    """
+    mine, failure = b"", None
+    try:
+        mine = await work() or b""
+    except Exception as error:  # noqa: BLE001 - raised once the others know
+        failure = error
+
+    async def carry(wire: Wire, slots: list[bytes]) -> tuple[list[bytes], list[bytes]]:
+        return slots, [] if any(map(any, slots)) else await gather_bytes(wire, mine)
+
+    text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    exchanging: Future[tuple[list[bytes], list[bytes]]] = turn.exchange(
+        text.encode()[:SLOT_BYTES], carry, what=what
+    )
+    slots, made = await exchanging
+    if failure is not None:
+        raise _AgreedError(failure)
+    for rank, slot in enumerate(slots):
+        if any(slot):
+            cause = slot.rstrip(b"\0").decode("utf-8", "replace")
+            unsure = cause.startswith(CheckpointUncertainError.__name__)
+            kind = CheckpointUncertainError if unsure else CheckpointNotCommittedError
+            raise _AgreedError(kind(f"Worker {rank} could not save step {step}: {cause}"))
+    return made
+
+
+async def _nothing() -> None:
+    """Leave it to the first worker."""
+
+
+# ---- restoring ---------------------------------------------------------------------------
 
 
 async def agree_on_restored(workers: Workers | None, step: int) -> None:

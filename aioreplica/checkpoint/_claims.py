@@ -124,10 +124,10 @@ def make_claim(storage: Storage, claim: Claim) -> None:
         storage.put_new(claim.name, mark)
     except FileExistsError as error:
         # A try whose answer was lost has made it: it has this very mark.
-        if _mark_of(storage, claim) != mark:
+        if mark_of(storage, claim) != mark:
             raise another_writer(storage, claim) from error
     except BaseException:
-        if _mark_of(storage, claim) == mark:  # it was made all the same
+        if mark_of(storage, claim) == mark:  # it was made all the same
             with suppress(Exception):
                 storage.remove(claim.name)
         raise
@@ -135,7 +135,7 @@ def make_claim(storage: Storage, claim: Claim) -> None:
 
 def another_writer(storage: Storage, claim: Claim) -> CheckpointError:
     """Return the error of a claim that somebody else has made; blocks."""
-    who = _mark_of(storage, claim).decode(errors="replace").partition(",")[0].strip()
+    who = mark_of(storage, claim).decode(errors="replace").partition(",")[0].strip()
     return CheckpointError(
         f"another manager saves there: {claim.name} was made by {who or 'it'}. One at a time may: "
         "end the other, or give each one a directory of its own; then close this one (`aclose`) "
@@ -143,7 +143,8 @@ def another_writer(storage: Storage, claim: Claim) -> CheckpointError:
     )
 
 
-def _mark_of(storage: Storage, claim: Claim) -> bytes:
+def mark_of(storage: Storage, claim: Claim) -> bytes:
+    """Return the text that its maker has put into a claim, b"" if it cannot be read; blocks."""
     with suppress(OSError, DamagedError):
         return read_all(storage, claim.name, _MAX_MARK_BYTES)
     return b""

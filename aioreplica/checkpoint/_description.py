@@ -23,6 +23,7 @@ class EntryDescription:
         dtype: Its dtype; "" for a value.
         num_components: How many arrays are stored.
         num_bytes: How many bytes they have together.
+        num_parts: In how many parts each is stored: workers write theirs of a divided variable.
     """
 
     key: str
@@ -31,6 +32,7 @@ class EntryDescription:
     dtype: str
     num_components: int
     num_bytes: int
+    num_parts: int = 1
 
 
 @final
@@ -61,8 +63,9 @@ def description_of(manifest: Manifest, damage: str) -> StepDescription:
             entry.kind,
             entry.shape,
             entry.dtype,
-            len(entry.tensors),
+            entry.num_components,
             sum(tensor.bytes for tensor in entry.tensors),
+            max(1, len(entry.parts)),
         )
         for key, entry in manifest.entries.items()
     )

@@ -11,26 +11,30 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple, final
 
 import numpy as np
 
 from ..errors import CheckpointError
 from ..tree import DType
+from ..values import Ranges
 
 FORMAT = "aioreplica.checkpoint"
-VERSION = 2
-"""Since version 2 a step has a claim, from before it was saved."""
+VERSION = 3
+"""Since version 2 a step has a claim, from before it was saved; in 3 tensors may be in parts."""
+WHOLE_VERSION = 2
+"""Version of a step whose tensors are all whole: earlier releases read it."""
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 512 * 1024 * 1024
 MAX_DIMENSIONS = 32
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as that package takes it
 
 STEP_FOLDER = re.compile(r"step-([0-9]{10}|[1-9][0-9]{10,17})")
-DATA_FILE = re.compile(r"data-([0-9]{4,9})-[0-9]{3,9}\.safetensors")
+DATA_FILE = re.compile(r"data-([0-9]{4,9})(?:-w[0-9]{3,9})?-[0-9]{3,9}\.safetensors")
 
 _PREFIX = b'{"crc32":"'
 _MIDDLE = b'","manifest":'
@@ -123,6 +127,8 @@ class EntryRecord:
         value: Of a value: plain data, with tensors replaced by their numbers.
         tensors: One for each stored component, for an array one.
         forms: Shape and dtype of each tensor of a value.
+        parts: If the one component is in several tensors, the elements of each, of the whole as a
+            row: the first one and the one after the last, without gaps.
     """
 
     kind: str
@@ -136,10 +142,31 @@ class EntryRecord:
     value: Any = None
     tensors: tuple[TensorRecord, ...] = ()
     forms: tuple[tuple[tuple[int, ...], str], ...] = ()
+    parts: Ranges = ()
+
+    @property
+    def num_components(self) -> int:
+        """Number of arrays that are stored, in parts or not."""
+        return 1 if self.parts else len(self.tensors)
 
     def form_of(self, index: int) -> tuple[tuple[int, ...], str]:
-        """Return shape and dtype of one of the tensors."""
+        """Return shape and dtype of one of the components."""
         return self.forms[index] if self.kind == "value" else (self.shape, self.dtype)
+
+    def pieces_of(self, index: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the first element of a component, and the one after the last, of each tensor.
+
+        Args:
+            index: The component.
+
+        Returns:
+            The two, and before them the number of the tensor.
+        """
+        if self.parts:
+            for number, (begin, end) in enumerate(self.parts):
+                yield number, begin, end
+        else:
+            yield index, 0, math.prod(self.form_of(index)[0])
 
 
 @final
@@ -161,9 +188,10 @@ class Manifest:
     next_steps: tuple[int, ...]
     files: tuple[FileRecord, ...]
     entries: Mapping[str, EntryRecord]
-    version: int = VERSION
+    version: int = WHOLE_VERSION
 
 
+_PARTS_OF = attrgetter("parts")
 _OPTIONAL = tuple(
     field.name for field in fields(EntryRecord) if field.name not in {"kind", "value"}
 )
@@ -250,7 +278,7 @@ def dump_manifest(manifest: Manifest) -> bytes:
     """Return the bytes of the manifest file, its checksum included."""
     head = {
         "format": FORMAT,
-        "version": VERSION,
+        "version": VERSION if any(map(_PARTS_OF, manifest.entries.values())) else WHOLE_VERSION,
         "step": manifest.step,
         "sequence": manifest.sequence,
         "next_steps": manifest.next_steps,
@@ -289,6 +317,22 @@ def dump_entries(entries: Mapping[str, EntryRecord]) -> bytes:
 def parse_entries(data: bytes) -> dict[str, EntryRecord]:
     """Return what `dump_entries` was given."""
     return {key: _entry(each) for key, each in json.loads(data).items()}
+
+
+def dump_share(
+    files: Sequence[FileRecord], tensors: Mapping[str, Mapping[int, TensorRecord]]
+) -> bytes:
+    """Return what one worker has written of a step, for the one that writes the manifest."""
+    return _JSON.encode([[asdict(file) for file in files], tensors]).encode()
+
+
+def parse_share(data: bytes) -> tuple[list[FileRecord], dict[str, dict[int, TensorRecord]]]:
+    """Return what `dump_share` was given."""
+    files, tensors = json.loads(data)
+    return [_file_record(each) for each in files], {
+        key: {int(number): _tensor_record(each) for number, each in own.items()}
+        for key, own in tensors.items()
+    }
 
 
 def _lean(entry: EntryRecord, *, with_value: bool = True) -> dict[str, object]:
@@ -388,9 +432,16 @@ def _entry(found: Mapping[str, Any]) -> EntryRecord:
     forms = tuple(_form(*each) for each in found.get("forms", ()))
     if (len(forms) != len(tensors)) if kind == "value" else not tensors:
         raise ValueError(f"an entry has {len(tensors)} tensors")
+    parts = tuple([(_natural(begin), _natural(end)) for begin, end in found.get("parts", ())])
+    begins, ends = [begin for begin, _ in parts], [0, *(end for _, end in parts)]
+    if parts and (
+        kind != "variable" or begins != ends[:-1] or ends != sorted(ends)
+        or ends[-1] != math.prod(shape) or len(parts) != len(tensors)
+    ):  # fmt: skip
+        raise ValueError(f"a {kind} of shape {shape} has {len(tensors)} tensors of {parts}")
     return EntryRecord(
         kind, owner, of, part, shape, dtype, synchronization, aggregation, found.get("value"),
-        tensors, forms,
+        tensors, forms, parts,
     )  # fmt: skip
 
 
@@ -401,9 +452,13 @@ def _check_layout(manifest: Manifest) -> None:
         DamagedError: If one does not.
     """
     for key, entry in manifest.entries.items():
-        for index, tensor in enumerate(entry.tensors):
-            shape, dtype = entry.form_of(index)
-            size = math.prod(shape) * item_bytes(dtype)
+        pieces = [
+            (entry.form_of(index), entry.tensors[number], end - begin)
+            for index in range(entry.num_components)
+            for number, begin, end in entry.pieces_of(index)
+        ]
+        for (shape, dtype), tensor, count in pieces:
+            size = count * item_bytes(dtype)
             file = manifest.files[tensor.file] if tensor.file < len(manifest.files) else None
             if (
                 file is None

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial as bound
 from time import monotonic
 from types import TracebackType
-from typing import Any, Self, TypeVar, final
+from typing import TYPE_CHECKING, Any, Self, TypeVar, final
 
 from .._functions import is_async, require_no_yield
 from ..devices import OwnedTask, require_loop
@@ -24,6 +24,7 @@ from ._chief import (
     workers_of_state,
     write_nothing,
     write_once,
+    write_together,
 )
 from ._claims import read_listing
 from ._description import StepDescription, description_of
@@ -46,6 +47,9 @@ from ._statistics import CheckpointStatistics, Counters
 from ._storage import LocalStorage, Storage
 from ._writer import Saving, Writer
 from ._writing import not_committed, pin_step, unpin_step, write_cut
+
+if TYPE_CHECKING:
+    from ..cluster import Workers
 
 T = TypeVar("T")
 
@@ -136,20 +140,22 @@ class CheckpointManager:
         """Save a state as a step; a step of that number is replaced.
 
         A save that is going on is waited for first, so at most one state is held at a time. All
-        workers have to call it; the first one writes.
+        workers have to call it. The first one writes, and each its parts of divided variables.
 
         Args:
             step: Its number.
             state: What to save.
             wait: Whether to wait until it is durable. With False it returns after the cut, and
                 files are written in the background; what goes wrong there is raised by the next
-                `save`, `restore`, `wait` or `aclose`.
+                `save`, `restore`, `wait` or `aclose`. Of a state with divided variables the files
+                are written before it returns all the same: workers wait for each other then.
 
         Raises:
             CheckpointNotCommittedError: If the step was not saved: files cannot be written, a
                 manifest that is there cannot be read, or another manager saves here.
             CheckpointUncertainError: If it was, but may not survive a crash of the machine; or
                 if its manifest cannot be read back, so that this is not known.
+            WorkerLostError: If another worker was cancelled in the save, or is gone.
             TypeError: If something in the state cannot be saved.
             ValueError: If `step` is negative, the state is not a container, or two of its entries
                 have one name.
@@ -165,7 +171,10 @@ class CheckpointManager:
         try:
             self._raise_failure()
             cut, workers = await take_common_cut(state, number)
-            if wait:
+            wait = wait or bool(cut.divisions)
+            if workers is not None and cut.divisions:
+                await self._write(number, cut, workers=workers)
+            elif wait:
                 await write_once(workers, number, bound(self._write, number, cut))
         except BaseException:
             self._turn.release()
@@ -252,7 +261,9 @@ class CheckpointManager:
         finally:
             self._turn.release()
 
-    async def _write(self, step: int, cut: Cut, lane: str = LANE) -> None:
+    async def _write(
+        self, step: int, cut: Cut, lane: str = LANE, workers: Workers | None = None
+    ) -> None:
         begun: list[Saving] = []
         num_bytes = 0
         storage = self._storage if self._retry is None else self._retried()
@@ -267,14 +278,18 @@ class CheckpointManager:
         def end(stop: Stop, written: int) -> list[str]:
             nonlocal num_bytes
             num_bytes = written
-            return self._writer.end(begun[0], stop)
+            return self._writer.end(begun[0], stop) if begun else []  # other workers have none
 
         began_s = monotonic()
         try:
             with (
                 nullcontext() if self._retry is None else self._telling_of_retries(storage, "save")
             ):
-                left = await write_cut(storage, step, cut, begin, end, lane)
+                left = await (
+                    write_cut(storage, step, cut, begin, end, lane)
+                    if workers is None
+                    else write_together(workers, storage, step, cut, begin, end)
+                )
         except BaseException as error:
             self._counters.save_ended(step, began_s, num_bytes, error)
             raise

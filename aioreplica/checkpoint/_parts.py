@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -19,16 +20,10 @@ from ._format import (
     dtype_of,
 )
 from ._lane import Stop
-from ._reading import (
-    CheckedTensor,
-    check_header,
-    look_at,
-    no_step_error,
-    opened_data,
-    require_memory,
-)
+from ._reading import look_at, no_step_error
 from ._restoring import aggregated, value_of
 from ._storage import Storage
+from ._tensors import StoredComponent, require_memory
 
 NUM_LISTED = 8
 
@@ -78,20 +73,18 @@ def _read(
 ) -> object:
     ranges, kept = parts_of(entry.shape, index)
     arrays = []
-    for number, record in enumerate(entry.tensors):
+    for number in range(entry.num_components):
         shape, name = entry.form_of(number)
         if entry.kind == "value":
             ranges, kept = parts_of(shape, None)
         dtype = dtype_of(name).newbyteorder("<")
         size = math.prod(map(len, ranges)) * dtype.itemsize
-        require_memory(storage, manifest, size * len(entry.tensors))
-        file = manifest.files[record.file]
-        with opened_data(storage, manifest.step, file) as source:
-            check_header(source, file)
-            array: Array = np.empty([*map(len, ranges)], dtype)
-            if array.size:
-                tensor = CheckedTensor(source, file, record, f"{key}#{number}", stop)
-                _fill(tensor, array, 0, shape, ranges)
+        require_memory(storage, manifest, size * entry.num_components)
+        array: Array = np.empty([*map(len, ranges)], dtype)
+        if array.size:
+            with ExitStack() as stack:
+                stored = StoredComponent(storage, manifest, key, number, stop, stack)
+                _fill(stored, array, 0, shape, ranges)
         arrays.append(array.reshape(kept).astype(dtype.newbyteorder("="), copy=False))
     if entry.kind == "value":
         return value_of(key, entry, arrays)
@@ -99,7 +92,7 @@ def _read(
 
 
 def _fill(
-    tensor: CheckedTensor, out: Array, offset: int, shape: Sequence[int], ranges: Sequence[range]
+    tensor: StoredComponent, out: Array, offset: int, shape: Sequence[int], ranges: Sequence[range]
 ) -> None:
     """Fill an array with what ranges name of a tensor of a shape, which begins at an offset."""
     if not shape:

@@ -1,4 +1,4 @@
-"""Reading steps back: which there are, their manifests, their tensors, each checked.
+"""Reading steps back: which there are, their manifests, and whether every byte is right.
 
 Only wrong bytes, and files that are missing, are damage (`DamagedError`). A file that cannot be
 read is a CheckpointError: it may be whole, so nothing older may take its place.
@@ -7,38 +7,26 @@ read is a CheckpointError: it may be whole, so nothing older may take its place.
 from __future__ import annotations
 
 import math
-import os
-import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heapify, heappop, heappush
-from types import MappingProxyType
-from typing import Any, final
-
-import numpy as np
+from typing import final
 
 from ..errors import CheckpointError
-from ..tree import Array
 from ._claims import Claim, Listing, not_listed, read_listing
 from ._format import (
-    CHUNK_BYTES,
     MANIFEST,
     MAX_MANIFEST_BYTES,
     DamagedError,
-    EntryRecord,
-    FileRecord,
     Manifest,
-    TensorRecord,
-    dtype_of,
-    item_bytes,
     parse_manifest,
 )
-from ._lane import NUM_THREADS, Stop, run_all
+from ._lane import Stop, run_all
 from ._retry import new_stop
-from ._storage import BLOCK_BYTES, Source, Storage, opened, read_all
-from ._writing import Tensor, folder_of, reason
+from ._storage import Storage, read_all
+from ._tensors import check_header, check_tensor, crc_of, opened_data, reading_file
+from ._writing import folder_of
 
 NUM_LOOKS = 20
 """So often a reader begins again because another manager removes and replaces steps meanwhile."""
@@ -121,7 +109,7 @@ def look_at(storage: Storage, step: int) -> FoundStep:
     except DamagedError as error:
         is_saved = True
         if isinstance(error.__cause__, FileNotFoundError):  # or a link, a folder, a pipe
-            with _reading_file(storage, step, MANIFEST):
+            with reading_file(storage, step, MANIFEST):
                 is_saved = MANIFEST in storage.list(folder_of(step))
         return FoundStep(step, None, str(error), is_saved)
 
@@ -284,238 +272,9 @@ def read_manifest(storage: Storage, step: int) -> Manifest:
         DamagedError: If it is not there, or not what was written.
         CheckpointError: If it cannot be read, or is of another version of the format.
     """
-    with _reading_file(storage, step, MANIFEST):
+    with reading_file(storage, step, MANIFEST):
         data = read_all(storage, f"{folder_of(step)}/{MANIFEST}", MAX_MANIFEST_BYTES)
         return parse_manifest(data, step)
-
-
-async def read_tensors(
-    storage: Storage,
-    manifest: Manifest,
-    keys: Collection[str],
-    ranges: Mapping[str, tuple[int, int]] = MappingProxyType({}),
-) -> dict[str, list[Array]]:
-    """Read the tensors of some entries, at the same time, and check each.
-
-    Args:
-        storage: Where from.
-        manifest: Says where they are.
-        keys: Which entries.
-        ranges: The first element to read and the one after the last, by key; such a part is flat,
-            and what was read of the tensor is checked.
-
-    Raises:
-        DamagedError: If one is not what was written.
-        CheckpointError: If one cannot be read, or they are more than this machine has memory.
-
-    Cancellation:
-        Waits until the threads have stopped.
-    """
-    wanted: dict[int, list[tuple[Tensor, EntryRecord]]] = {}
-    for key in keys:
-        entry = manifest.entries[key]
-        for index, tensor in enumerate(entry.tensors):
-            wanted.setdefault(tensor.file, []).append(((key, index), entry))
-    jobs = []
-    for number, tensors in sorted(wanted.items()):
-        count = math.ceil(NUM_THREADS / len(wanted))
-        size = math.ceil(len(tensors) / count)
-        jobs += [(number, tensors[start : start + size]) for start in range(0, len(tensors), size)]
-    sizes = (
-        item_bytes(entry.dtype) * (ranges[key][1] - ranges[key][0])
-        if key in ranges
-        else entry.tensors[index].bytes
-        for tensors in wanted.values()
-        for (key, index), entry in tensors
-    )
-    require_memory(storage, manifest, sum(sizes))
-    stop = new_stop(storage)
-    read = await run_all(
-        [partial(_read_some, storage, manifest, *job, ranges, stop) for job in jobs], stop
-    )
-    arrays = {tensor: array for part in read for tensor, array in part.items()}
-    return {
-        key: [arrays[key, index] for index in range(len(manifest.entries[key].tensors))]
-        for key in keys
-    }
-
-
-def require_memory(storage: Storage, manifest: Manifest, num_bytes: int) -> None:
-    """Check that so many bytes can be read at all: files with holes may claim any number.
-
-    Raises:
-        CheckpointError: If this machine has less memory.
-    """
-    try:
-        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return
-    if num_bytes > limit > 0:
-        raise CheckpointError(
-            f"Step {manifest.step} in {storage} has {num_bytes:,} bytes of tensors to be read, but "
-            f"this machine has {limit:,} bytes of memory. Read parts of them (`manager.read`)."
-        )
-
-
-def _read_some(
-    storage: Storage,
-    manifest: Manifest,
-    number: int,
-    wanted: Sequence[tuple[Tensor, EntryRecord]],
-    ranges: Mapping[str, tuple[int, int]],
-    stop: Stop,
-) -> dict[Tensor, Array]:
-    file = manifest.files[number]
-    arrays = {}
-    with opened_data(storage, manifest.step, file) as source:
-        check_header(source, file)
-        for (key, index), entry in wanted:
-            shape, name = entry.form_of(index)
-            record = entry.tensors[index]
-            dtype = dtype_of(name).newbyteorder("<")
-            if key in ranges:
-                begin, end = ranges[key]
-                array: Array = np.empty(end - begin, dtype)
-                tensor = CheckedTensor(source, file, record, f"{key}#{index}", stop)
-                data: Any = array.view(np.uint8)
-                tensor.read(begin * dtype.itemsize, memoryview(data))
-            else:
-                array = np.empty(shape, dtype)
-                read_tensor(source, file, record, key, array, stop)
-            if not np.little_endian:
-                array = array.astype(array.dtype.newbyteorder("="))
-            array.flags.writeable = False
-            arrays[key, index] = array
-    return arrays
-
-
-@contextmanager
-def _reading_file(storage: Storage, step: int, name: str) -> Iterator[None]:
-    """Say which file could not be read, and what to do; if it is missing, that is damage."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except FileNotFoundError as error:
-        raise DamagedError(f"{name} cannot be read: {error}") from error
-    except (OSError, MemoryError) as error:
-        raise CheckpointError(
-            f"{name} of step {step} in {storage} cannot be read: {reason(error)}. The step may be "
-            "whole, so it is not passed over. Try again; if it stays like this, name another step "
-            "to restore, or remove the folder of this one."
-        ) from error
-
-
-@contextmanager
-def opened_data(storage: Storage, step: int, file: FileRecord) -> Iterator[Source]:
-    """Open a file of tensors for a block."""
-    path = f"{folder_of(step)}/{file.name}"
-    with _reading_file(storage, step, file.name), opened(storage, path) as source:
-        if source.size != file.bytes:
-            raise DamagedError(f"{file.name} has {source.size} bytes, not {file.bytes}")
-        yield source
-
-
-def check_header(source: Source, file: FileRecord) -> None:
-    """Check what comes before the tensors of a file; blocks.
-
-    Raises:
-        DamagedError: If it is not what was written.
-    """
-    header = bytearray(file.header_bytes)
-    source.read_into(0, memoryview(header))
-    if zlib.crc32(header) != file.header_crc32:
-        raise DamagedError(f"the header of {file.name} fails its checksum")
-
-
-def read_tensor(
-    source: Source, file: FileRecord, record: TensorRecord, key: str, array: Array, stop: Stop
-) -> None:
-    """Fill an array with a tensor, and check it; blocks.
-
-    Raises:
-        DamagedError: If it is not what was written.
-    """
-    data: Any = array.reshape(-1).view(np.uint8)
-    buffer = memoryview(data)
-    crc = 0
-    for start in range(0, record.bytes, BLOCK_BYTES):
-        stop.check()
-        part = buffer[start : start + BLOCK_BYTES]
-        if source.read_into(record.offset + start, part) != len(part):
-            raise DamagedError(f"{file.name} ends too early")
-        crc = zlib.crc32(part, crc)
-    if crc != record.crc32:
-        raise DamagedError(f"{key!r} in {file.name} fails its checksum")
-
-
-def check_tensor(
-    source: Source, file: FileRecord, record: TensorRecord, key: str, stop: Stop
-) -> None:
-    """Read a tensor and check it, without memory for all of it; blocks.
-
-    Raises:
-        DamagedError: If it is not what was written.
-    """
-    if _crc_of(source, record.offset, record.bytes, stop) != record.crc32:
-        raise DamagedError(f"{key!r} in {file.name} fails its checksum")
-
-
-@final
-class CheckedTensor:
-    """A stored tensor, whose bytes are checked before they are given."""
-
-    def __init__(
-        self, source: Source, file: FileRecord, record: TensorRecord, key: str, stop: Stop
-    ) -> None:
-        self._source = source
-        self._file = file
-        self._record = record
-        self._key = key
-        self._stop = stop
-        self._chunk = bytearray()  # the one that was read last
-        self._number = -1
-        self._is_checked = False
-        if (
-            record.bytes > CHUNK_BYTES and not record.marks
-        ):  # of version 1: it is checked as a whole
-            check_tensor(source, file, record, key, stop)
-            self._is_checked = True
-
-    def read(self, start: int, buffer: memoryview) -> None:
-        """Fill a buffer from a byte of the tensor on."""
-        done = 0
-        while done < len(buffer):
-            number, within = divmod(start + done, CHUNK_BYTES)
-            part = self._read_chunk(number)[within : within + len(buffer) - done]
-            buffer[done : done + len(part)] = part
-            done += len(part)
-
-    def _read_chunk(self, number: int) -> memoryview:
-        if number != self._number:
-            self._stop.check()
-            record, first = self._record, number * CHUNK_BYTES
-            chunk = bytearray(min(CHUNK_BYTES, record.bytes - first))
-            if self._source.read_into(record.offset + first, memoryview(chunk)) != len(chunk):
-                raise DamagedError(f"{self._file.name} ends too early")
-            sums = (0, *record.marks, record.crc32)  # of what is before each chunk
-            if not self._is_checked and zlib.crc32(chunk, sums[number]) != sums[number + 1]:
-                raise DamagedError(
-                    f"bytes {first} to {first + len(chunk)} of {self._key!r} in {self._file.name} "
-                    "fail their checksum"
-                )
-            self._chunk, self._number = chunk, number
-        return memoryview(self._chunk)
-
-
-def _crc_of(source: Source, offset: int, size: int, stop: Stop) -> int:
-    buffer, crc = bytearray(BLOCK_BYTES), 0
-    for start in range(0, size, BLOCK_BYTES):
-        stop.check()
-        part = memoryview(buffer)[: min(BLOCK_BYTES, size - start)]
-        count = source.read_into(offset + start, part)
-        crc = zlib.crc32(part[:count], crc)
-    return crc
 
 
 async def verify_step(storage: Storage, step: int) -> None:
@@ -555,7 +314,7 @@ def _verify_file(storage: Storage, manifest: Manifest, number: int, stop: Stop) 
     problems = []
     try:
         with opened_data(storage, manifest.step, file) as source:
-            if _crc_of(source, 0, file.bytes, stop) == file.crc32:
+            if crc_of(source, 0, file.bytes, stop) == file.crc32:
                 return []
             try:
                 check_header(source, file)

@@ -16,8 +16,8 @@ from ..errors import CheckpointError, ContextError
 from ..input import Stateful
 from ..tree import Array, Tree, decode
 from ..typing import VariableAggregation
-from ..values import DividedVariable, Variable, between_steps, workers_of
-from ._format import DamagedError, EntryRecord, Manifest
+from ..values import DividedVariable, Division, Variable, between_steps, workers_of
+from ._format import DamagedError, EntryRecord, Manifest, dtype_of
 from ._lane import run_all
 from ._reading import (
     NUM_LOOKS,
@@ -25,11 +25,11 @@ from ._reading import (
     changing_error,
     newest_whole,
     no_step_error,
-    read_tensors,
 )
 from ._retry import new_stop
 from ._state import Deferring, DescribedState, Entry, State, dtype_name, read_state
 from ._storage import Storage
+from ._tensors import read_tensors
 
 Arrays = Mapping[str, Sequence[Array]]
 
@@ -142,8 +142,9 @@ async def read_parts(
         DamagedError: As `read_tensors`, on all workers.
         WorkerLostError: If another worker cannot read.
     """
-    things = [entry.thing for entry in plan.direct]
-    workers = next(workers_of(thing) for thing in things if isinstance(thing, DividedVariable))
+    things = [e.thing for e in plan.direct if isinstance(e.thing, DividedVariable)]
+    owners = (owner for key, owner in plan.deferred.items() if key in plan.divisions)
+    workers = next(workers_of(each) for each in (*things, *owners) if each is not None)
     if workers is None:
         return await read()
     arrays: dict[str, list[Array]] = {}
@@ -169,6 +170,7 @@ class Plan:
     Attributes:
         direct: Entries of the state that have one in the checkpoint.
         deferred: Keys of the checkpoint for parts that are not made yet, with their owners.
+        divisions: Divisions among workers of what is deferred, of which each takes its part.
         forgotten: Parts that were not made yet when the state was saved.
         missing: As in `Restored`.
         unclaimed: As in `Restored`.
@@ -176,6 +178,7 @@ class Plan:
 
     direct: list[Entry] = field(default_factory=list)
     deferred: dict[str, Variable | None] = field(default_factory=dict)
+    divisions: dict[str, Division] = field(default_factory=dict)
     forgotten: list[Entry] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unclaimed: list[str] = field(default_factory=list)
@@ -187,12 +190,12 @@ class Plan:
 
     def ranges(self) -> dict[str, tuple[int, int]]:
         """Return which elements of divided variables this worker needs, by key."""
-        found = {}
-        for entry in self.direct:
-            if isinstance(entry.thing, DividedVariable):
-                division = entry.thing.division_now()
-                found[entry.key] = division.ranges[division.rank]
-        return found
+        needed = {
+            entry.key: entry.thing.division_now()
+            for entry in self.direct
+            if isinstance(entry.thing, DividedVariable)
+        }
+        return {key: each.ranges[each.rank] for key, each in {**needed, **self.divisions}.items()}
 
 
 def relabelled(manifest: Manifest, now: Callable[[str], str | None]) -> Manifest:
@@ -251,6 +254,10 @@ def make_plan(
             and composite.awaits_entry(owner, record.part)
         ):
             plan.deferred[key] = owner
+            if record.kind == "variable":
+                division = composite.division_of(owner, record.shape, dtype_of(record.dtype))
+                if division is not None:
+                    plan.divisions[key] = division
         else:
             plan.unclaimed.append(key)
     if problems:

@@ -25,7 +25,7 @@ from ..context import PLACE
 from ..errors import ContextError
 from ..input import Stateful
 from ..tree import Array, DType, Tree, encode
-from ..values import StepGate, Variable, between_steps, take_snapshot
+from ..values import Division, Ranges, StepGate, Variable, between_steps, take_snapshot
 from ._format import STORED_AS, EntryRecord, Manifest, TensorRecord
 
 MAX_VALUES = 250_000
@@ -55,6 +55,11 @@ class Deferring(Protocol):
 
     def awaits_entry(self, owner: Variable | None, name: str) -> bool:
         """Tell whether `load_entries` has a use for a value of that name."""
+
+    def division_of(
+        self, owner: Variable | None, shape: tuple[int, ...], dtype: DType
+    ) -> Division | None:
+        """Return of which division `load_entries` takes a part, flat; None if it takes all."""
 
     def load_entries(self, entries: Mapping[tuple[Variable | None, str], object]) -> None:
         """Take values of parts that are not variables, or not made yet. Must not fail."""
@@ -337,12 +342,14 @@ class Cut:
         arrays: The tensors of each entry. The writer takes each out when it is written, so that
             its memory is free.
         values: Copies of plain data, of the entries that are neither variables nor arrays.
+        divisions: Those of divided variables, of which `arrays` has the part of this worker.
     """
 
     next_steps: tuple[int, ...]
     entries: dict[str, Entry]
     arrays: dict[str, list[Array]]
     values: dict[str, Tree]
+    divisions: dict[str, Division] = field(default_factory=dict)
 
     def check(self) -> None:
         """Check that a checkpoint can hold it.
@@ -371,7 +378,12 @@ class Cut:
         if not isinstance(thing, Variable):
             return EntryRecord("array", *names, shape, dtype, tensors=records)
         kinds = (thing.synchronization.value, thing.aggregation.value)
-        return EntryRecord("variable", *names, shape, dtype, *kinds, tensors=records)
+        parts: Ranges = ()
+        if key in self.divisions:
+            division = self.divisions[key]
+            shape, dtype = division.shape, dtype_name(thing.dtype, key)
+            parts = division.held if len(division.held) > 1 else ()
+        return EntryRecord("variable", *names, shape, dtype, *kinds, tensors=records, parts=parts)
 
 
 def dtype_name(dtype: DType, key: str) -> str:

@@ -12,7 +12,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from operator import attrgetter
+from itertools import starmap
+from operator import attrgetter, itemgetter
 from typing import Any, TypeVar, final
 
 import numpy as np
@@ -29,13 +30,16 @@ from ._format import (
     MAX_MANIFEST_BYTES,
     STORED_AS,
     VERSION,
+    WHOLE_VERSION,
     FileRecord,
     Manifest,
     TensorRecord,
     combine_crc32,
     dump_manifest,
+    dump_share,
     label_of,
     parse_manifest,
+    parse_share,
     tensors_header,
 )
 from ._lane import NUM_THREADS, Stop, run_all
@@ -99,11 +103,12 @@ async def write_cut(
     stop = Stop()
     if isinstance(storage, RetriedStorage):
         storage.stop = stop
-    write = _StepWriter(storage, step, cut, stop)
+    write = StepWriter(storage, step, cut, stop)
     results: list[T] = []
 
     def start() -> list[Callable[[], FileRecord]]:
-        files = write.begin(begin())
+        write.begin(begin())
+        files = write.files()
         if len(files) > 1:
             return files
         commit([file() for file in files])
@@ -128,10 +133,17 @@ async def write_cut(
 
 
 @final
-class _StepWriter:
-    """Writes the files of one step; every method blocks."""
+class StepWriter:
+    """Writes the files of one step; every method blocks.
+
+    Attributes:
+        attempt: Number of this save among those of the step.
+        worker: The one that writes its share; None for one that writes all.
+    """
 
     def __init__(self, storage: Storage, step: int, cut: Cut, stop: Stop) -> None:
+        self.attempt = 0
+        self.worker: int | None = None
         self._storage = storage
         self._retried = storage if isinstance(storage, RetriedStorage) else None
         self._bare = storage if self._retried is None else self._retried.bare
@@ -145,20 +157,59 @@ class _StepWriter:
         self._names: list[str] = []
         self._may_be_saved = False  # once a manifest may name the files, they are not removed
 
-    def begin(self, sequence: int) -> list[Callable[[], FileRecord]]:
-        """Make the folder; return what writes each file, under a name that is not there yet."""
+    def begin(self, sequence: int) -> None:
+        """Make the folder, and number the attempt."""
         self._sequence = sequence
-        self._groups = _in_files(self._cut)
         storage, folder = self._storage, self._folder
         storage.make_folder(folder)
         matches = map(DATA_FILE.fullmatch, storage.list(folder))
         # A new name each time: nothing is overwritten, so a save that replaces this step leaves
         # the old one whole until the manifest is renamed (decision 34).
-        attempt = 1 + max((int(match[1]) for match in matches if match), default=0)
-        count = len(self._groups)
-        self._names = [f"data-{attempt:04d}-{i:03d}.safetensors" for i in range(count)]
+        self.attempt = 1 + max((int(match[1]) for match in matches if match), default=0)
+
+    def files(self) -> list[Callable[[], FileRecord]]:
+        """Return what writes each file, under a name that is not there yet."""
+        self._groups = _in_files(self._cut)
+        who = "" if self.worker is None else f"-w{self.worker:03d}"
+        self._names = [
+            f"data-{self.attempt:04d}{who}-{i:03d}.safetensors" for i in range(len(self._groups))
+        ]
         write = self._write_file if self._retried is None else self._retry_file
         return [partial(write, *each) for each in enumerate(self._names)]
+
+    def _number_of(self, key: str, index: int) -> int:
+        """Return the number that one of the arrays of an entry has among its stored tensors."""
+        division = self._cut.divisions.get(key)
+        return index if division is None else division.held.index(division.ranges[division.rank])
+
+    def share(self, files: Sequence[FileRecord]) -> bytes:
+        """Return what was written, for the worker that writes the manifest.
+
+        From now on only that one may remove files: it may name them.
+        """
+        if files:
+            self._storage.sync(self._folder)
+        self._may_be_saved = self._sequence < 0
+        return dump_share(
+            files,
+            {
+                key: {number: each.record for number, each in own.items()}
+                for key, own in self._stored.items()
+                if own
+            },
+        )
+
+    def add_shares(self, shares: Sequence[bytes]) -> list[FileRecord]:
+        """Take over what all workers have written, in rank order; return all files."""
+        files: list[FileRecord] = []
+        for data in shares:
+            own, tensors = parse_share(data)
+            for key, numbers in tensors.items():
+                for number, record in numbers.items():
+                    there = record._replace(file=record.file + len(files))
+                    self._stored[key].setdefault(number, StoredTensor(there, ((), "")))
+            files += own
+        return files
 
     def _retry_file(self, number: int, name: str) -> FileRecord:
         """Write a file, and all of it again if that fails; its tensors are kept meanwhile."""
@@ -183,16 +234,20 @@ class _StepWriter:
             (arrays[key][index].shape, dtype_name(arrays[key][index].dtype, key))
             for key, index in tensors
         ]
+        is_divided = bool(self._cut.divisions)
+        number_of = starmap(self._number_of, tensors) if is_divided else map(itemgetter(1), tensors)
+        numbers = [*number_of]
         stored = [
             (
-                label_of(key, index),
+                label_of(key, number),
                 (*shape, 2) if dtype.startswith("complex") else shape,
                 STORED_AS[dtype],
                 arrays[key][index].nbytes,
             )
-            for (key, index), (shape, dtype) in zip(tensors, forms, strict=True)
+            for (key, index), number, (shape, dtype) in zip(tensors, numbers, forms, strict=True)
         ]
-        header = tensors_header(stored, {"format": FORMAT, "version": str(VERSION)})
+        version = VERSION if is_divided else WHOLE_VERSION
+        header = tensors_header(stored, {"format": FORMAT, "version": str(version)})
         header_crc = crc = zlib.crc32(header)
         size = len(header)
         path = f"{self._folder}/{name}"
@@ -201,7 +256,7 @@ class _StepWriter:
         sink = self._bare.create(path)
         try:
             sink.write(memoryview(header))
-            for (key, index), form in zip(tensors, forms, strict=True):
+            for (key, index), place, form in zip(tensors, numbers, forms, strict=True):
                 array = arrays[key][index]
                 if array.nbytes > CHUNK_BYTES:
                     tensor_crc, marks = self._write_large(sink, array)
@@ -212,7 +267,7 @@ class _StepWriter:
                         tensor_crc = zlib.crc32(block, tensor_crc)
                         sink.write(block)
                 record = TensorRecord(number, size, array.nbytes, tensor_crc, marks)
-                self._stored[key][index] = StoredTensor(record, form)
+                self._stored[key][place] = StoredTensor(record, form)
                 crc = combine_crc32(crc, tensor_crc, array.nbytes)
                 size += array.nbytes
                 arrays[key][index] = _NOTHING  # its memory is free, if training let go of it
@@ -283,19 +338,26 @@ class _StepWriter:
                 f"not survive a crash of the machine: {reason(error)}. Save again."
             ) from error
         with suppress(Exception):  # the step is saved; the next save of it removes the rest
-            _remove_others(self._storage, self._folder, {MANIFEST, *self._names})
+            names = map(attrgetter("name"), files)
+            _remove_others(self._storage, self._folder, {MANIFEST, *names})
 
     def clean_up(self) -> None:
         """Remove what was written, as far as that is possible, unless it may be saved."""
-        if self._sequence < 0 or self._may_be_saved:
+        if self._may_be_saved:
             return
-        with suppress(Exception):
-            self._bare.remove(Claim(self._sequence, self._step).name)
-        for name in self._names:
+        is_first, names = self._sequence >= 0, self._names
+        if is_first:
+            with suppress(Exception):
+                self._bare.remove(Claim(self._sequence, self._step).name)
+        if is_first and self.worker is not None:
+            with suppress(Exception):  # those of other workers, which may be gone
+                all_names = self._bare.list(self._folder)
+                names = [n for n in all_names if n.startswith(f"data-{self.attempt:04d}-")]
+        for name in names:
             with suppress(Exception):  # what stopped the save is raised, and nothing else
                 self._bare.remove(f"{self._folder}/{name}")
         with suppress(Exception):
-            if not self._bare.list(self._folder):
+            if is_first and not self._bare.list(self._folder):
                 self._bare.remove_folder(self._folder)
 
     def _require_in_place(self, path: str, data: bytes, failure: Exception | None) -> None:

@@ -194,6 +194,8 @@ def _row_of(entry: EntryDescription) -> tuple[str, ...]:
     shape = " x ".join(map(str, entry.shape)) or "scalar"
     if entry.num_components > 1:
         shape += f", {entry.num_components} components"
+    if entry.num_parts > 1:
+        shape += f", {entry.num_parts} parts"
     return (entry.key, entry.kind, entry.dtype, shape, _size(entry.num_bytes))
 
 

@@ -13,7 +13,7 @@ from ..context import LOOP, PLACE, LoopStep
 from ..devices import run_together
 from ..errors import ContextError
 from ..replica import CallSite, RunningReplica
-from ..tree import Array
+from ..tree import Array, DType
 from ..values import IndexedSlices, Variable, Weighted
 from ._apply_gradients import (
     APPLY_ACCUMULATED,
@@ -281,6 +281,9 @@ class GradientAccumulator:
     def awaits_entry(self, owner: Variable | None, name: str) -> bool:
         """Tell whether a value of a checkpoint is a sum."""
         return owner is not None and name.startswith(SUM)
+
+    def division_of(self, _owner: Variable | None, _shape: tuple[int, ...], _dtype: DType) -> None:
+        """Return None: sums are whole on every worker."""
 
     def load_entries(self, entries: Mapping[tuple[Variable | None, str], Any]) -> None:
         """Go on with sums of a checkpoint; those of replicas that no longer exist go to others."""

@@ -9,8 +9,8 @@ from typing import Any, Literal, Protocol, TypeAlias, TypedDict, final
 import numpy as np
 
 from ..collectives import BufferPool
-from ..tree import Array
-from ..values import Variable
+from ..tree import Array, DType
+from ..values import DividedVariable, Division, Variable, divided, workers_of
 from ._blocks import Scratch, TouchedRows
 from ._checks import (
     LearningRate,
@@ -20,8 +20,8 @@ from ._checks import (
     checked_number,
 )
 from ._loss import LossScaling, checked_loss_scale
-from ._merged_gradient import Clipping
-from ._slots import SlotTable, new_variable
+from ._merged_gradient import MEASURED, Clipping
+from ._slots import SlotTable, new_variable, working_dtype
 from .schedules import ReduceOnPlateau
 
 OnNonFinite: TypeAlias = Literal["raise", "skip", "ignore"]
@@ -136,23 +136,53 @@ class StepSettings:
             return name in self.slots.names_of(owner) and owner not in self.slots.made
         return not self.shared and name.startswith(f"{SHARED}.")
 
-    def load_entries(self, entries: Mapping[tuple[Variable | None, str], object]) -> None:
-        """Keep values of a checkpoint until what they belong to is made; others are dropped."""
+    def division_of(
+        self, owner: Variable | None, shape: tuple[int, ...], dtype: DType
+    ) -> Division | None:
+        """Return how a slot that is still to be made will be divided; None if it will be whole."""
+        workers = workers_of(owner) if self.shard_state and owner is not None else None
+        if workers is None or owner is None or workers.num_workers == 1:
+            return None
+        if shape != owner.shape or dtype != working_dtype(dtype):
+            return None  # it has to be looked at as a whole
+        if isinstance(owner, DividedVariable):
+            return owner.division_now().flat()
+        return divided(owner.name, shape, workers.rank, workers.num_workers, MEASURED)
+
+    def load_entries(self, entries: Mapping[tuple[Variable | None, str], Any]) -> None:
+        """Keep values of a checkpoint until what they belong to is made; others are dropped.
+
+        What will be divided among workers is a variable from now on, of which this worker has its
+        part.
+        """
         self.restored = {}
-        for owner in self.slots.restored:
-            self.slots.restored.pop(owner)
+        for owner, values in self.slots.restored.items():
+            kept = {n: each for n, each in values.items() if isinstance(each, DividedVariable)}
+            if kept:  # these have taken what they get
+                self.slots.restored[owner] = kept
+            else:
+                self.slots.restored.pop(owner)
         for (variable, name), value in entries.items():
             if variable is None:
                 self.restored[name] = value
-            else:
-                own = self.slots.restored.get(variable)
-                if own is None:
-                    own = self.slots.restored[variable] = {}
-                own[name] = value
+                continue
+            own = self.slots.restored.get(variable)
+            if own is None:
+                own = self.slots.restored[variable] = {}
+            own[name] = self._in_parts(variable, name, value)
+
+    def _in_parts(self, owner: Variable, name: str, value: Any) -> Any:
+        """Return a slot of which this worker has its part, if the value is one that is divided."""
+        division = self.division_of(owner, owner.shape, value.dtype)
+        if division is None or value.shape not in {owner.shape, division.part_shape}:
+            return value
+        part = division.part_of(value) if value.shape == owner.shape else value
+        return new_variable(owner.store.owner, part, f"{owner.name}/{name}", division)
 
     def forget_entries(self, owner: Variable) -> None:
         """Forget the slots of a variable: the next step makes them anew."""
         self.slots.made.pop(owner)
+        self.slots.restored.pop(owner)
 
 
 class StepRule(Protocol):

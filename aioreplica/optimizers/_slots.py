@@ -35,7 +35,8 @@ class SlotTable:
 
     Attributes:
         made: The slots of each variable, in order of `names`; they go with the variable.
-        restored: Values of a checkpoint for slots that are not made yet, by name.
+        restored: Values of a checkpoint for slots that are not made yet, by name; variables if
+            they are divided among workers.
         in_step: Versions of a variable of half precision and of its master, of which the first is
             the rounding of the second; another version is looked at.
 
@@ -96,6 +97,9 @@ class SlotTable:
             variable: Their owner.
             initial: Called as `initial(name, variable)`, gives a new slot's value.
             division: Of the slots among workers; None makes them whole.
+
+        Raises:
+            ContextError: If a checkpoint has brought parts, for another number of workers.
         """
 
         def start(name: str) -> object:
@@ -112,18 +116,28 @@ class SlotTable:
             if slots is None:
                 owner, prefix = variable.store.owner, variable.name
                 restored = self.restored.get(variable) or {}
+                for part in restored.values():
+                    if isinstance(part, DividedVariable):
+                        part.require_current(1 if division is None else len(division.ranges))
                 names = self.names_of(variable)
                 values = [
                     value_at_start(f"{prefix}/{name}", start(name), restored.get(name))
                     for name in names
                 ]
                 if division is not None:
-                    values = [division.part_of(np.asarray(value)) for value in values]
+                    values = [
+                        value
+                        if isinstance(value, DividedVariable)
+                        else division.part_of(np.asarray(value))
+                        for value in values
+                    ]
                     if is_part and names[:1] == (MASTER,) and MASTER not in restored:
                         own = variable.components[0].reshape(-1)
                         values[0] = own.astype(working_dtype(own.dtype))
                 slots = self.made[variable] = tuple(
-                    new_variable(owner, value, f"{prefix}/{name}", division)
+                    value
+                    if isinstance(value, DividedVariable)
+                    else new_variable(owner, value, f"{prefix}/{name}", division)
                     for name, value in zip(names, values, strict=True)
                 )
                 self.restored.pop(variable)
@@ -139,8 +153,8 @@ def value_at_start(name: str, initial: object, restored: Any) -> Any:
     if restored is None:
         return initial
     fresh = np.asarray(initial)
-    if working_dtype(restored.dtype) == fresh.dtype:  # it was kept in half precision then
-        restored = restored.astype(fresh.dtype, copy=False)
+    if restored.dtype != fresh.dtype == working_dtype(restored.dtype):
+        restored = restored.astype(fresh.dtype)  # it was kept in half precision then
     if (fresh.shape, fresh.dtype) != (restored.shape, restored.dtype):
         raise ValueError(
             f"The slot {name!r} has shape {fresh.shape} and dtype {fresh.dtype}, but the "

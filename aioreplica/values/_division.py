@@ -80,6 +80,11 @@ class Division:
         begin, end = self.ranges[self.rank]
         return ((end - begin) // self.unit, *self.shape[1:]) if self.has_rows else (end - begin,)
 
+    @property
+    def held(self) -> Ranges:
+        """Ranges of the workers that have elements; of the first one if there are none."""
+        return tuple([each for each in self.ranges if each[0] < each[1]]) or self.ranges[:1]
+
     def among(self, rank: int, num_workers: int) -> Division:
         """Return how the array is divided among another number of workers."""
         size = math.prod(self.shape)

@@ -137,8 +137,8 @@ async def test_a_million_tensors_without_records_are_damage(folder: Path) -> Non
 
 
 async def test_another_version_is_said_and_nothing_else_restored(folder: Path) -> None:
-    forge(folder, set_in("version", 3))
-    with pytest.raises(CheckpointError, match=r"step 2 has version 3 of .*reads up to version 2"):
+    forge(folder, set_in("version", 4))
+    with pytest.raises(CheckpointError, match=r"step 2 has version 4 of .*reads up to version 3"):
         await ar.CheckpointManager(folder).restore(new_state(0.0))
 
 

@@ -43,7 +43,7 @@ def random_index(rng: Random, shape: tuple[int, ...]) -> Any:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("_format", "_writing", "_parts", "_reading"):
+    for module in ("_format", "_writing", "_parts", "_tensors"):
         monkeypatch.setattr(f"aioreplica.checkpoint.{module}.CHUNK_BYTES", 96)
     monkeypatch.setattr("aioreplica.checkpoint._writing.BLOCK_BYTES", 40)
 

@@ -14,6 +14,7 @@ import pytest
 import aioreplica as ar
 from aioreplica.checkpoint import LocalStorage
 from aioreplica.cli import main
+from tests.strategies.workers import on_workers
 
 pytest.importorskip("typer")
 
@@ -116,6 +117,31 @@ def test_show_lists_the_entries_of_the_latest_whole_step(folder: Path, run: Run)
         ["a\\x1b[31m", "value", "", "", ""],  # no control character of a file reaches a terminal
     ]
     assert run("show", folder, "15")[0] == 1
+
+
+def test_parts_of_several_workers_are_shown_and_one_that_is_damaged_is_named(
+    tmp_path: Path, run: Run
+) -> None:
+    async def save(strategy: ar.Strategy) -> None:
+        with strategy.scope():
+            table = ar.Variable(np.ones((7, 2)), sharding=ar.Shard())
+        async with ar.CheckpointManager(tmp_path) as manager:
+            await manager.save(1, {"table": table})
+
+    asyncio.run(on_workers(3, 1, save))
+    code, out, _ = run("show", tmp_path)
+    assert (code, out) == (0, "table\tvariable\tfloat64\t7 x 2, 3 parts\t112\n")
+    assert run("verify", tmp_path)[:2] == (0, "1\twhole\n")
+
+    [path] = tmp_path.glob("step-*/data-*-w001-*")
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    code, out, _ = run("verify", tmp_path)
+    assert code == 1
+    assert "'table#1' in data-0001-w001-000.safetensors fails its checksum" in out
+    path.unlink()
+    code, out, _ = run("ls", tmp_path)
+    assert code == 1
+    assert "data-0001-w001-000.safetensors cannot be read" in out
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "show"])

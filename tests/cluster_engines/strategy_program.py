@@ -22,8 +22,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import aioreplica as ar
-from aioreplica.checkpoint import Savepoint
+from aioreplica.checkpoint import LocalStorage, Savepoint
 from aioreplica.errors import ContextError, MergeMismatchError, WorkerLostError
+from tests.checkpoint.simulated_files import FaultyStorage
 from tests.cluster_engines.program import row_of, say
 
 warnings.simplefilter("error")
@@ -170,8 +171,15 @@ async def parts(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
 
 
 async def restart(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
-    """Train divided state for 100 steps, from a checkpoint if there is one; or die on the way."""
+    """Train divided state for 100 steps, from a checkpoint if there is one; or die on the way.
+
+    With `in=60` worker 1 dies while it writes its part of step 60.
+    """
     folder, kill_at = argument.split("@")
+    storage: Any = LocalStorage(folder)
+    dies_in = int(kill_at[3:]) if kill_at.startswith("in=") else 0
+    if dies_in and rank_of(strategy) == 1:
+        storage = FaultyStorage(storage, lambda: os.kill(os.getpid(), signal.SIGKILL), None)
     first = np.random.default_rng(0).normal(size=(701, 300)).astype("float32")
     with strategy.scope():
         table: Any = ar.Variable(
@@ -190,7 +198,7 @@ async def restart(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> An
         ]
         await adam.apply_gradients(pairs)
 
-    async with ar.CheckpointManager(folder) as manager:
+    async with ar.CheckpointManager(storage) as manager:
         if manager.latest() is not None:
             await manager.restore(state)
         began = settings["steps"]
@@ -198,8 +206,10 @@ async def restart(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> An
             await strategy.run(step, (settings["steps"],))
             settings["steps"] += 1
             if settings["steps"] % 20 == 0:
+                if settings["steps"] == dies_in and rank_of(strategy) == 1:
+                    storage.at = len(storage.calls) + 4  # a claim is read, a file created
                 await manager.save(settings["steps"], state)
-            if settings["steps"] == int(kill_at) and rank_of(strategy) == 1:
+            if f"{settings['steps']}" == kill_at and rank_of(strategy) == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
     parts = [table, *(adam.get_slot(v, name) for v in (table, whole) for name in ("m", "v"))]
     values = [whole.value, *[p.value if p.is_mirrored else await p.read() for p in parts]]

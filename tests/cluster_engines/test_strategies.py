@@ -45,6 +45,19 @@ def test_killed_training_goes_on_with_another_number_of_workers(tmp_path: Path) 
     assert len({row["digest"] for row in [*rest, *once]}) == 1
 
 
+def test_a_worker_killed_while_it_writes_its_part_leaves_no_step(tmp_path: Path) -> None:
+    killed = mpi(2, "restart", f"{tmp_path}/state@in=60", program=STRATEGY_PROGRAM)
+    assert killed.results == {}, killed.output
+    saved = sorted(path.parent.name for path in (tmp_path / "state").glob("*/manifest.json"))
+    assert saved == ["step-0000000020", "step-0000000040"]
+
+    rest = results_of(mpi(3, "restart", f"{tmp_path}/state@0", program=STRATEGY_PROGRAM), 3)
+    once = results_of(mpi(1, "restart", f"{tmp_path}/once@0", program=STRATEGY_PROGRAM), 1)
+
+    assert [row["began"] for row in rest] == [40] * 3
+    assert len({row["digest"] for row in [*rest, *once]}) == 1
+
+
 @both
 def test_started_reductions_go_together_with_the_bits_of_one_by_one(launch: Launcher) -> None:
     for row in results_of(launch(2, "handles", program=STRATEGY_PROGRAM), 2):
