@@ -127,6 +127,8 @@ async def _restore_from(
                 f"The workers have changed while step {manifest.step} was restored, and with them "
                 "what this one needs. Nothing was changed; restore again."
             )
+        for each in now.elsewhere():
+            each.require_cluster()
         apply_plan(now, plan, manifest, arrays, with_steps=not is_partial)
         for each in now.elsewhere():
             await each.send_out(now.variables.values(), now.composites.values())

@@ -188,6 +188,25 @@ class ClosureEngine(ABC):
             Ends what was begun.
         """
 
+    @property
+    @abstractmethod
+    def lost(self) -> str | None:
+        """Sentence that says that the cluster is gone, with all states and results; None if not.
+
+        Then there are no workers, and whatever needs the cluster raises a `WorkerLostError`.
+        """
+
+    @abstractmethod
+    async def reopen(self, num_servers: int) -> None:
+        """Connect anew, or start the cluster anew, if it is lost; it has no states then.
+
+        Raises:
+            Exception: As `start`; it is lost then.
+
+        Cancellation:
+            Leaves it lost.
+        """
+
     @abstractmethod
     async def create_state(
         self, owner: str, factory: Callable[..., object], args: Sequence[Any], server: int, *,
@@ -234,7 +253,7 @@ class ClosureEngine(ABC):
 
     @abstractmethod
     def watch(self, watcher: Watcher) -> None:
-        """Tell somebody of the workers whenever one has come or gone.
+        """Tell somebody of the workers whenever one has come or gone, and when the cluster is lost.
 
         One that goes and comes again under its name is told as gone first.
         """

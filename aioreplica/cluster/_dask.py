@@ -31,11 +31,16 @@ from ._closures import (
     Watcher,
     WorkerInfo,
 )
+from ._dask_client import address_and_security, close_client, open_client, warn_if_open
 from ._dask_processes import END_S, DaskProcesses, check_roles, load_dask
 from ._dask_states import DaskHost, DaskState, actor_of, closure_worker
+from ._dask_workers import DaskWorkers
 
 RELEASE_S = 2.0
 """How long workers have to let go of what a closed strategy has left there, in seconds."""
+
+WATCH_S = 0.1
+"""After so many seconds the connection to the scheduler is looked at, and again after so many."""
 
 LOOK_AGAIN_S = 1.0
 """After so many seconds a scheduler that did not answer is asked again for its workers."""
@@ -84,28 +89,60 @@ class DaskClosureEngine(ClosureEngine):
         self._timeout_s = timeout_s
         self._num_new_workers = num_workers
         self._client: Any = None
+        self._comm: object = None  # of the client; it takes another one when that is lost
+        self._lost: str | None = None
+        self._reopening = asyncio.Lock()
         self._own: DaskProcesses | None = None
         self._num_users = 0
-        self._workers: dict[str, int] = {}
+        self._known = DaskWorkers(self._forget)
         self._submissions: dict[str, WeakSet[_DaskSubmission]] = {}
         self._tell_if_lost: dict[str, list[Callable[[], object]]] = {}
-        self._watchers: list[Watcher] = []
         self._background: set[OwnedTask[object]] = set()
+        self._watch: OwnedTask[None] | None = None
         self._keys = count()
-        self._looks: list[set[str]] = []  # workers that went while the scheduler answers
-        self._num_looks = self._newest_look = 0  # the newest one of those that were answered
 
     async def start(self, num_servers: int) -> None:
         """Connect to the scheduler, or start one and its processes."""
-        if self._client is None:
-            try:
-                await self._connect(num_servers)
-                infos = await self._look()
-                check_roles(infos, num_servers)
-            except BaseException:
-                await self.aclose()
-                raise
+        await self.reopen(num_servers)
         self._num_users += 1
+
+    @property
+    def lost(self) -> str | None:
+        """Sentence that says that the scheduler is gone; None while it is there."""
+        return self._lost
+
+    async def reopen(self, num_servers: int) -> None:
+        """Connect if there is no connection, or the scheduler was lost."""
+        async with self._reopening:
+            if self._client is not None and self._lost is None:
+                return
+            lost = self._lost
+            try:
+                await self._disconnect()
+                self._lost = None
+                await self._connect(num_servers)
+                check_roles(await self._look(), num_servers)
+            except BaseException:
+                self._lost = lost
+                await self._disconnect()
+                raise
+
+    def notice_loss(self) -> str | None:
+        """Look whether the connection was lost; the scheduler has let go of all that was ours."""
+        is_there = self._client is None or self._client.scheduler_comm is self._comm
+        if is_there or self._lost is not None:
+            return self._lost
+        self._lost = "The Dask scheduler was lost, and with it the servers and all results."
+        lost, self._tell_if_lost = self._tell_if_lost, {}
+        for tell in [each for tells in lost.values() for each in tells]:
+            tell()
+        self._submissions.clear()
+        self._known.all_gone()
+        return self._lost
+
+    async def _watch_scheduler(self) -> None:
+        while self.notice_loss() is None:  # noqa: ASYNC110 - Dask tells nobody
+            await asyncio.sleep(WATCH_S)
 
     async def create_state(
         self, owner: str, factory: Callable[..., object], args: Sequence[object], server: int, *,
@@ -114,7 +151,10 @@ class DaskClosureEngine(ClosureEngine):
         """Make an actor on a worker with the resource `PS`; on another if that goes meanwhile."""
         data = pickle.dumps((factory, tuple(args)), protocol=5)
         while True:
-            infos = await self._infos()  # with a worker that has just died, perhaps
+            try:
+                infos = await self._infos()  # with a worker that has just died, perhaps
+            except OSError as error:
+                raise WorkerLostError(str(error), ranks=(server,)) from error
             places = _places_of_servers(infos, server, apart_from)
             place = places[server % len(places)]
             key = f"parameter-server-{server}-{uuid4().hex}"
@@ -127,7 +167,7 @@ class DaskClosureEngine(ClosureEngine):
                 await asyncio.wait([making.task])
             finally:
                 making.cancel()
-            if making.task.cancelled():  # as it may only run there, it would be waited for for ever
+            if making.task.cancelled() or self.notice_loss():  # else it is waited for for ever
                 self._in_background(self._client.cancel([future]), "cancel the start of a server")
                 continue
             state = DaskState(owner, server, await making, self._client, future)
@@ -138,6 +178,8 @@ class DaskClosureEngine(ClosureEngine):
 
     def submit(self, worker: str, tasks: Sequence[ClosureTask]) -> list[Submission]:
         """Send tasks to a worker, up to `MESSAGE_BYTES` in one message."""
+        if self._lost is not None:
+            raise WorkerLostError(self._lost)
         found: list[_DaskSubmission] = []
         together: list[bytes] = []
         size = 0
@@ -150,7 +192,7 @@ class DaskClosureEngine(ClosureEngine):
         if together:
             found += self._send(worker, together)
         self._submissions.setdefault(worker, WeakSet()).update(found)
-        if worker not in self._workers:  # it has gone, and that was told
+        if worker not in self._known.now:  # it has gone, and that was told
             self._forget(worker)
         return [*found]
 
@@ -166,20 +208,19 @@ class DaskClosureEngine(ClosureEngine):
                 allow_other_workers=False,
                 resources={WORKER: 1},
             )
-        return [_DaskSubmission(self._client, future) for future in futures]
+        return [_DaskSubmission(self, self._client, future) for future in futures]
 
     async def cancel(self, submissions: Sequence[Submission]) -> None:
         """Have the scheduler take tasks back."""
         futures = [each.future for each in submissions if isinstance(each, _DaskSubmission)]
-        if futures and self._client is not None:
+        if futures and self._client is not None and self._lost is None:
             await self._client.cancel(futures, reason="it is not needed any more")
 
     def release(self, owner: str, keys: Sequence[Hashable] | None = None) -> None:
         """Have the workers let go of what they keep, between their messages."""
-        if self._client is not None and self._workers:
-            releasing = self._client.run(
-                _release, owner, keys, workers=[*self._workers], on_error="ignore"
-            )
+        workers = [*self._known.now]
+        if self._client is not None and workers:
+            releasing = self._client.run(_release, owner, keys, workers=workers, on_error="ignore")
             self._in_background(releasing, "release of what workers keep")
 
     def _in_background(self, work: Coroutine[object, None, object], name: str) -> None:
@@ -191,44 +232,34 @@ class DaskClosureEngine(ClosureEngine):
         """Ask the scheduler, and every process for its id."""
         infos = await self._infos()
         pids = await self._client.run(os.getpid, on_error="ignore")
-        found = [
-            WorkerInfo(str(info["name"]), role, address, pids.get(address, 0))
-            for address, info in infos
-            for role in (PARAMETER_SERVER, WORKER)
-            if role in info["resources"]
-        ]
-        return tuple(found)
+        return _with_roles(infos, pids)
 
     @property
     def workers_now(self) -> Mapping[str, int]:
         """Addresses of the workers, as the scheduler has told."""
-        return dict(self._workers)
+        return dict(self._known.now)
 
     @property
     def num_workers(self) -> int:
         """Number of workers; before the start, of those that a cluster of its own will have."""
-        return self._num_new_workers if self._client is None else len(self._workers)
+        return self._num_new_workers if self._client is None else len(self._known.now)
 
     def watch(self, watcher: Watcher) -> None:
         """Tell somebody whenever the scheduler tells of a worker that has come or gone."""
-        self._watchers.append(watcher)
+        self._known.watchers.append(watcher)
 
     def unwatch(self, watcher: Watcher) -> None:
         """Tell it no more."""
-        self._watchers.remove(watcher)
+        self._known.watchers.remove(watcher)
 
     def _learn_of(self, event: tuple[float, Any]) -> None:
         """Take an event of the scheduler."""
         told = event[1]
         action = told.get("action") if isinstance(told, dict) else None
         if action == "remove-worker":
-            for gone in self._looks:
-                gone.add(told["worker"])
             for tell in self._tell_if_lost.pop(told["worker"], ()):
                 tell()
-            if self._workers.pop(told["worker"], None) is not None:
-                self._forget(told["worker"])
-                self._tell()
+            self._known.has_gone(told["worker"])
         elif action == "add-worker":
             self._in_background(self._look_until_answered(), "look at the workers")
 
@@ -237,10 +268,6 @@ class DaskClosureEngine(ClosureEngine):
         lost = [*self._submissions.pop(worker, ())]
         if lost:
             self._in_background(self.cancel(lost), "cancel tasks of a lost worker")
-
-    def _tell(self) -> None:
-        for watcher in tuple(self._watchers):
-            watcher.learn_workers(self.workers_now)
 
     async def add_worker(self) -> str:
         """Start a worker in the local cluster; return its name.
@@ -282,25 +309,30 @@ class DaskClosureEngine(ClosureEngine):
         if self._num_users > 0:
             return
         self._num_users = 0
+        await self._disconnect()
+
+    async def _disconnect(self) -> None:
+        """End all that there is; a cancellation is raised again once that is done."""
         client, self._client = self._client, None
         ending = OwnedTask(self._end(client), "end of a Dask cluster")
         await ending.ended()
         await ending
 
     async def _end(self, client: Any) -> None:
-        if self._background and self._own is None:
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._background and self._own is None and self._lost is None:
             await asyncio.wait([each.task for each in self._background], timeout=RELEASE_S)
         for task in tuple(self._background):
             task.cancel()
             await task.ended()
-        self._workers.clear()
+        self._known.now = {}
         self._tell_if_lost.clear()
         self._submissions.clear()
         if client is not None:
             with suppress(Exception):  # it never connected, or the scheduler is gone
                 client.unsubscribe_topic("all")
-            with suppress(TimeoutError, OSError):
-                await client.close()
+            await close_client(client)
         own, self._own = self._own, None
         if own is not None:
             await own.aclose()
@@ -316,33 +348,25 @@ class DaskClosureEngine(ClosureEngine):
         distributed = load_dask()
         target = self._target
         if isinstance(target, distributed.Client):
-            address, self._security = _address_and_security(target)
+            address, self._security = address_and_security(target)
         elif target is None:
             self._own = DaskProcesses()
             address, self._security = await self._own.start(num_servers, self._num_new_workers)
         else:
             address = target
         if target is not None:
-            _warn_if_open(address, self._security)
-        self._client = distributed.Client(  # kept before it connects: what fails closes it
-            address,
-            asynchronous=True,
-            direct_to_workers=True if target is None else None,
-            set_as_default=False,
-            security=self._security,
-            timeout=self._timeout_s,
-            name="aioreplica",
+            warn_if_open(address, self._security)
+        self._client = await open_client(
+            address, self._security, is_own=target is None, timeout_s=self._timeout_s
         )
-        try:
-            await self._client
-        except (OSError, TimeoutError) as error:
-            raise ConnectionError(
-                f"The Dask scheduler at {address} does not answer: {error}"
-            ) from error
+        self._comm = self._client.scheduler_comm
         self._client.subscribe_topic("all", self._learn_of)
+        self._watch = OwnedTask(self._watch_scheduler(), "watch over the scheduler")
 
     async def _infos(self) -> list[tuple[str, Any]]:
         """Ask the scheduler for its workers, in order of their names."""
+        if self._lost is not None:
+            raise WorkerLostError(self._lost)
         if self._client is None:
             raise ContextError(f"{self!r} is not connected. Start it first.")
         found = (await self._client.scheduler.identity(n_workers=-1))["workers"]
@@ -350,7 +374,7 @@ class DaskClosureEngine(ClosureEngine):
 
     async def _look_until_answered(self) -> None:
         """Look because of a worker that has come, of which nothing else would tell."""
-        while self._client is not None:
+        while self._client is not None and self._lost is None:
             try:
                 await self._look()
             except OSError:  # of a connection that was not made in time
@@ -360,29 +384,13 @@ class DaskClosureEngine(ClosureEngine):
 
     async def _look(self) -> list[tuple[str, object]]:
         """Ask the scheduler for its workers; tell of those that are new."""
-        gone: set[str] = set()  # they may be in the answer
-        self._looks.append(gone)
-        self._num_looks += 1
-        number = self._num_looks
+        look = self._known.begin_look()
+        infos: list[tuple[str, object]] | None = None
         try:
             infos = await self._infos()
-        finally:
-            self._looks.remove(gone)
-        if number < self._newest_look:  # overtaken: the answer may lack a worker that has come
             return infos
-        self._newest_look = number
-        now = {
-            address: int(min(info["nthreads"], info["resources"][WORKER]))
-            for address, info in infos
-            if WORKER in info["resources"] and address not in gone
-        }
-        if now != self._workers:
-            lost = self._workers.keys() - now.keys()
-            self._workers = now
-            for worker in sorted(lost):
-                self._forget(worker)
-            self._tell()
-        return infos
+        finally:
+            self._known.end_look(look, infos)
 
     def _require_own(self, what: str) -> DaskProcesses:
         if self._own is None:
@@ -395,7 +403,8 @@ class DaskClosureEngine(ClosureEngine):
 
 @final
 class _DaskSubmission(Submission):
-    def __init__(self, client: Any, future: Any) -> None:
+    def __init__(self, engine: DaskClosureEngine, client: Any, future: Any) -> None:
+        self._engine = engine
         self._client = client
         self.future = future
 
@@ -406,6 +415,7 @@ class _DaskSubmission(Submission):
                 waiting = distributed.wait(self.future)
             await waiting
         except distributed.client.FuturesCancelledError as error:
+            self._engine.notice_loss()
             raise WorkerLostError(f"The Dask cluster has dropped a closure: {error}") from error
         if self.future.status == "error":
             raise _translated(await self.future.exception())
@@ -416,6 +426,8 @@ class _DaskSubmission(Submission):
             return await self._client.gather(self.future)
         except distributed.client.FutureCancelledError as error:
             raise WorkerLostError(f"The Dask cluster has dropped a result: {error}") from error
+        except (OSError, distributed.client.ClosedClientError) as error:
+            raise WorkerLostError(f"A result cannot be reached: {error}") from error
         except Exception as error:  # noqa: BLE001 - most are what the task raised
             raise _translated(error) from None
 
@@ -425,6 +437,17 @@ def _translated(error: Exception) -> Exception:
     if isinstance(error, distributed.scheduler.KilledWorker):
         return WorkerLostError(f"A closure was lost with each worker that tried it: {error}")
     return error
+
+
+def _with_roles(
+    infos: Sequence[tuple[str, Any]], pids: Mapping[str, int]
+) -> tuple[WorkerInfo, ...]:
+    return tuple(
+        WorkerInfo(str(info["name"]), role, address, pids.get(address, 0))
+        for address, info in infos
+        for role in (PARAMETER_SERVER, WORKER)
+        if role in info["resources"]
+    )
 
 
 def _run_task(data: bytes) -> object:
@@ -451,33 +474,6 @@ def _places_of_servers(
             ranks=(server,),
         )
     return places
-
-
-def _address_and_security(client: Any) -> tuple[str, object]:
-    """Return how to connect as a client does, which has to live on the running event loop."""
-    if not client.asynchronous or client.loop.asyncio_loop is not asyncio.get_running_loop():
-        raise ContextError(
-            f"{client!r} does not live on the running event loop. Make it there: "
-            "`await distributed.Client(address, asynchronous=True)`."
-        )
-    return client.scheduler.address, client.security
-
-
-def _warn_if_open(address: str, security: Any) -> None:
-    """Warn if closures, which are pickles, can come from anybody who reaches the scheduler."""
-    scheme, _, rest = address.rpartition("://")
-    host = rest.rsplit(":", 1)[0].strip("[]")
-    if scheme in {"tls", "inproc"} or (security is not None and security.require_encryption):
-        return
-    is_here = host in {"localhost", "::1"} or host.startswith("127.")
-    who = "every user of this machine" if is_here else "whoever can connect to it"
-    warnings.warn(
-        f"The Dask scheduler at {address} is reached without TLS: {who} can run code in its "
-        "workers and in this program, and read the variables. Use a 'tls://' address and "
-        "security=distributed.Security(...), in a Client too.",
-        RuntimeWarning,
-        stacklevel=2,
-    )
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

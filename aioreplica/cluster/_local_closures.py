@@ -1,8 +1,8 @@
 """Parameter servers and workers in one process: for tests, and for trying a program out.
 
 Tasks that await run on the event loop, the others on host threads, both of which the testing kit
-replaces. `lose_worker` and `lose_server` do what `kill -9` does to a process, except that a task
-in a thread cannot be killed: it goes on as one of a worker that is thought dead.
+replaces. `lose_worker`, `lose_server` and `lose_cluster` do what `kill -9` does to processes,
+except that a task in a thread cannot be killed: it goes on as one of a worker that is thought dead.
 """
 
 from __future__ import annotations
@@ -53,7 +53,12 @@ class LocalClosureEngine(ClosureEngine):
         self._watchers: list[Watcher] = []
         self._tasks: set[OwnedTask[None]] = set()
         self._next = 0
-        for _ in range(num_workers):
+        self._lost: str | None = None
+        self._num_new_workers = num_workers
+        self._add_workers()
+
+    def _add_workers(self) -> None:
+        for _ in range(self._num_new_workers):
             self.add_worker()
 
     # ---- workers that come and go --------------------------------------------------------
@@ -83,6 +88,27 @@ class LocalClosureEngine(ClosureEngine):
         for state in self._states.pop(server, ()):
             state.lose()
 
+    def lose_cluster(self) -> None:
+        """Lose all servers and workers, as when the scheduler of a cluster is lost."""
+        self._lost = "The cluster was lost."
+        for server in tuple(self._states):
+            self.lose_server(server)
+        for name in tuple(self._workers):
+            self._workers.pop(name).drop(self._lost)
+        self._tell()
+
+    @property
+    def lost(self) -> str | None:
+        """Sentence that says that the cluster is gone; None while it is there."""
+        return self._lost
+
+    async def reopen(self, num_servers: int) -> None:
+        """Have as many new workers as at the start."""
+        self._num_servers = max(self._num_servers, num_servers)
+        if self._lost is not None:
+            self._lost = None
+            self._add_workers()
+
     def watch(self, watcher: Watcher) -> None:
         """Tell somebody whenever a worker was added or lost."""
         self._watchers.append(watcher)
@@ -99,7 +125,7 @@ class LocalClosureEngine(ClosureEngine):
 
     async def start(self, num_servers: int) -> None:
         """Remember how many servers there are."""
-        self._num_servers = max(self._num_servers, num_servers)
+        await self.reopen(num_servers)
         self._num_users += 1
 
     async def create_state(
@@ -107,6 +133,8 @@ class LocalClosureEngine(ClosureEngine):
         apart_from: StateHandle | None = None,
     ) -> StateHandle:  # fmt: skip
         """Make a state in this process, as if in that of a server."""
+        if self._lost is not None:
+            raise WorkerLostError(self._lost, ranks=(server,))
         place = server
         if isinstance(apart_from, _LocalState):
             if self._num_servers < 2:

@@ -45,7 +45,7 @@ class Told:
 def parts() -> tuple[Any, Scheduler, Told]:
     engine: Any = DaskClosureEngine("tls://127.0.0.1:1")
     scheduler, told = Scheduler(), Told()
-    engine._client = SimpleNamespace(scheduler=scheduler)
+    engine._client = SimpleNamespace(scheduler=scheduler, scheduler_comm=None)
     engine.watch(told)
     return engine, scheduler, told
 

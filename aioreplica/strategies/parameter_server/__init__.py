@@ -9,6 +9,7 @@ from ._partition import MaxSizePartitioner as MaxSizePartitioner
 from ._partition import MinSizePartitioner as MinSizePartitioner
 from ._partition import Partitioner as Partitioner
 from ._per_worker_variable import PerWorkerVariable as PerWorkerVariable
+from ._progress import Reopened as Reopened
 from ._remote_value import RemoteValue as RemoteValue
 from ._strategy import ParameterServerStrategy as ParameterServerStrategy
 from ._variables import ParameterServerVariable as ParameterServerVariable

@@ -6,7 +6,6 @@ import asyncio
 import functools
 import inspect
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar, final, overload
 from weakref import WeakValueDictionary
 
@@ -105,7 +104,8 @@ class ClusterCoordinator:
         self._new_queue = functools.partial(
             ClosureQueue, queue_size, _checked_seconds("worker_wait_s", worker_wait_s)
         )
-        self._runner = ClosureRunner(strategy, self._new_queue(), max_attempts)
+        self._new_runner = functools.partial(ClosureRunner, strategy, max_attempts=max_attempts)
+        self._runner = self._new_runner(self._new_queue())
         self._parts: SharedParts = WeakValueDictionary()
         self._results = HomeSide(strategy)
         self._state = "new"
@@ -311,13 +311,13 @@ class ClusterCoordinator:
         if callable(initial_value):
             _checked_factory(initial_value, "create_per_worker_variable")
         found = self._resource(VariableOf(initial_value, name), PerWorkerVariable, name)
-        found.runner, found.num_gone = self._runner, self._runner.queue.num_gone
+        found.runner, found.num_gone = lambda: self._runner, self._runner.queue.num_gone
         return found
 
     def _resource(self, make: object, kind: type[ResourceT], label: str) -> ResourceT:
         strategy = self._strategy
         factory = pack_call(make, (), {}, HomeSide(strategy), f"The function {label}")
-        return kind(strategy, next(strategy.servers.resources), factory, label)
+        return kind(strategy, strategy.servers.resources.new_number(), factory, label)
 
     # ---- its life --------------------------------------------------------------------------
 
@@ -341,13 +341,22 @@ class ClusterCoordinator:
 
     def _require_open(self) -> None:
         if self._state != "open":
-            how = "is closed" if self._state == "closed" else "is not open"
-            raise ContextError(
-                f"The coordinator of {self._strategy!r} {how}. Use it in `async with "
-                "ar.ClusterCoordinator(strategy) as coordinator:`."
-            )
+            raise _not_open_error(self._strategy, is_closed=self._state == "closed")
         if self._loop is not None and not self._loop.is_closed():
             require_loop(self._loop, self)
+
+    async def end_with_cluster(self) -> None:
+        """End what was going on in a cluster that is lost; for the strategy."""
+        await self._runner.close(self._strategy.servers.lost_error())
+
+    def begin_with_cluster(self) -> None:
+        """Run closures on a cluster that is there again."""
+        former = self._runner
+        missed = former.queue.take_error()
+        self._runner = self._new_runner(former.queue, counts=former.counts)
+        self._runner.open(self._new_queue())
+        if missed is not None and not isinstance(missed, WorkerLostError):
+            self._runner.queue.put_error(missed)
 
     async def aclose(self) -> None:
         """Cancel what is not over and give the strategy free. Idempotent.
@@ -357,7 +366,7 @@ class ClusterCoordinator:
         """
         if self._state == "open":
             self._require_open()
-            await self._runner.close()
+            await self._runner.close(ContextError("The coordinator was closed."))
             self._strategy.drop_coordinator(self)
         self._state = "closed"
         for waiter in [*self._runner.idle, *self._runner.room]:
@@ -371,12 +380,7 @@ class ClusterCoordinator:
         await self._open()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
     def __repr__(self) -> str:
@@ -385,6 +389,14 @@ class ClusterCoordinator:
             f"<ClusterCoordinator | {self._state}, {queue.depth} queued, "
             f"{queue.num_running} running>"
         )
+
+
+def _not_open_error(strategy: object, *, is_closed: bool) -> ContextError:
+    how = "is closed" if is_closed else "is not open"
+    return ContextError(
+        f"The coordinator of {strategy!r} {how}. Use it in `async with "
+        "ar.ClusterCoordinator(strategy) as coordinator:`."
+    )
 
 
 async def _fetched(structure: object) -> Any:

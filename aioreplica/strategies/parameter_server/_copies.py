@@ -32,7 +32,7 @@ from ...tree import map_leaves
 from ...values import IndexedSlices
 from ._messages import Array, Item, Key, NewShard, Pull, ServerStatistics, SlotSpec, Stamp
 from ._server import ParameterServer, Pulled
-from ._splits import Element
+from ._splits import Element, Leases
 
 LOGGER = logging.getLogger("aioreplica.strategies")
 
@@ -75,6 +75,10 @@ class CopiedServer:
         """Do what `ParameterServer.slots` does."""
         return self._state.slots()
 
+    def leases(self) -> dict[int, Leases]:
+        """Do what `ParameterServer.leases` does."""
+        return self._state.leases()
+
     def create(self, shards: Sequence[NewShard]) -> None:
         """Do what `ParameterServer.create` does, here and there, as the ones below."""
         self._change("create", shards)
@@ -96,6 +100,10 @@ class CopiedServer:
         """Lease an element."""
         element: Element | None = self._change("take", *args)
         return element
+
+    def lease(self, *args: Any) -> None:
+        """Know what is left of iterators."""
+        self._change("lease", *args)
 
     def report(self, *args: Any) -> ServerStatistics:
         """Learn which closures are over."""

@@ -7,8 +7,8 @@ from typing import Any, final
 
 from ...values import Variable, VariableOptions
 from ._messages import Array, Key, SlotSpec
-from ._servers import Servers
-from ._variables import ServedVariable, new_served, split_value
+from ._servers import LEASES, Servers
+from ._variables import ServedVariable, new_served, read_from, split_value
 
 
 @final
@@ -25,6 +25,9 @@ class Elsewhere:
     async def bring_home(self, variables: Iterable[Variable]) -> None:
         """Hold the values of variables in the program, and list the slots of their optimizers.
 
+        Closures are held back. The number of the next one is that of a cut then, by which closures
+        and iterators know again where they were.
+
         Raises:
             WorkerLostError: If a parameter server is gone.
         """
@@ -32,7 +35,18 @@ class Elsewhere:
         own = [v for v in variables if isinstance(v, ServedVariable) and not v.is_home]
         own += await self._list_slots()
         for variable in dict.fromkeys(own):
-            variable.come_home(await self._servers.read(variable, None))
+            variable.come_home(await read_from(self._servers, variable, None))
+        leases = await self._servers.call(LEASES, "leases")
+        for gate in {v.store.gate: None for v in variables if isinstance(v, ServedVariable)}:
+            gate.next_step = self._servers.progress.cut(gate.next_step, leases)
+
+    def require_cluster(self) -> None:
+        """Check that there is a cluster that a checkpoint can go to.
+
+        Raises:
+            WorkerLostError: If it was lost, and is not being made anew.
+        """
+        self._servers.require_cluster()
 
     def leave_home(self) -> None:
         """Let go of the values that `bring_home` has brought."""

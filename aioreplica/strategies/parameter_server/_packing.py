@@ -143,7 +143,7 @@ class HomeSide:
 
     def find(self, name: Any) -> Any:
         """Return the variable that a result names."""
-        return self._strategy.servers.variable(name)
+        return self._strategy.servers.variables[name]
 
     def refer(self, thing: Any) -> Reduced:
         """Name a variable or a resource.
@@ -277,7 +277,7 @@ class PerWorkerResource:
         self._label = label
         self.number = number
         self.factory = factory
-        strategy.servers.release_after(self)
+        strategy.servers.resources.release_after(self)
 
     def require_owner(self, strategy: Any) -> None:
         """Check that a strategy made it.
@@ -335,7 +335,7 @@ class PerWorkerDataset(PerWorkerResource):
         strategy = self._strategy
         make = _IteratorOf(self.make)
         factory = pack_call(make, (), {}, HomeSide(strategy), "The dataset")
-        number = next(strategy.servers.resources)
+        number = strategy.servers.resources.new_number()
         iterator = PerWorkerIterator(strategy, number, factory, f"of {self._label}")
         iterator.num_splits, iterator.birth = self.make.num_splits, strategy.servers.birth
         return iterator

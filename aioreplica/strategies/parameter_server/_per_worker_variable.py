@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from types import FrameType
 from typing import Any, NoReturn, final
 
@@ -36,7 +36,7 @@ class PerWorkerVariable(PerWorkerResource):
         tf.distribute's PerWorkerVariable.
     """
 
-    runner: ClosureRunner
+    runner: Callable[[], ClosureRunner]
     num_gone = 0
 
     async def read_all(self) -> list[Array]:
@@ -57,7 +57,7 @@ class PerWorkerVariable(PerWorkerResource):
             Changes nothing.
         """
         found = await self._read_all()
-        queue = self.runner.queue
+        queue = self.runner().queue
         num_lost, self.num_gone = queue.num_gone - self.num_gone, queue.num_gone
         if num_lost:
             names = ", ".join([*queue.last_gone][-num_lost:])
@@ -72,7 +72,7 @@ class PerWorkerVariable(PerWorkerResource):
 
     async def _read_all(self) -> list[Array]:
         """Run one closure on each worker; a worker that is lost meanwhile gives nothing."""
-        strategy, runner, name = self._strategy, self.runner, f"read_all() of {self!r}"
+        strategy, runner, name = self._strategy, self.runner(), f"read_all() of {self!r}"
         if not runner.is_open:
             raise ContextError(f"{name} was called, but its coordinator is closed.")
         side = HomeSide(strategy)

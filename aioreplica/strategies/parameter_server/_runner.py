@@ -12,15 +12,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, final
 
-from ...cluster import ClosureEngine, Submission
+from ...cluster import Submission
 from ...devices import OwnedTask
 from ...errors import ClosureCancelledError, ContextError, StallError, WorkerLostError
 from ._closure import Closure, ClosureFailedError
-from ._copies import Copies
 from ._messages import CoordinatorStatistics, ServerStatistics, Stamp, summed
 from ._packing import HomeSide, Packed
 from ._queue import GRACE_S, ClosureQueue, ScheduledClosure
 from ._remote_value import error_of
+from ._servers import Servers
 from ._strategy import ParameterServerStrategy
 
 MAX_REPAIRS = 20
@@ -40,6 +40,7 @@ class ClosureRunner:
     Args:
         strategy: Whose closures.
         max_attempts: How many workers may be lost while they run the same closure.
+        counts: Closures that have ended in each way before.
 
     Attributes:
         queue: Decides who runs what.
@@ -49,8 +50,9 @@ class ClosureRunner:
     """
 
     def __init__(
-        self, strategy: ParameterServerStrategy, queue: ClosureQueue, max_attempts: int
-    ) -> None:
+        self, strategy: ParameterServerStrategy, queue: ClosureQueue, max_attempts: int,
+        counts: dict[str, int] | None = None,
+    ) -> None:  # fmt: skip
         self._strategy = strategy
         self._max_attempts = max_attempts
         self.queue = queue
@@ -61,7 +63,7 @@ class ClosureRunner:
         self._ends: set[OwnedTask[None]] = set()
         self._outbox: list[ScheduledClosure] = []
         self._sending: OwnedTask[None] | None = None
-        self._counts = {"finished": 0, "failed": 0, "cancelled": 0}
+        self.counts = counts or dict.fromkeys(("finished", "failed", "cancelled"), 0)
         self._reports: list[ServerStatistics] = []
         self._next_report = REPORT_EVERY
         self._waits_for_gate = False
@@ -72,8 +74,7 @@ class ClosureRunner:
         queue.take_over(self.queue)
         self.queue = queue
         self.is_open = True
-        strategy = self._strategy
-        self._watch = WorkerWatch(self, strategy.engine, strategy.servers.copies)
+        self._watch = WorkerWatch(self, self._strategy.servers)
         self._watch.begin()
 
     # ---- sending -------------------------------------------------------------------------
@@ -208,11 +209,12 @@ class ClosureRunner:
             _settle_again(closure, None)
             self.pump()
             return
-        self._counts["finished"] += 1
+        self.counts["finished"] += 1
+        self._strategy.servers.progress.finished(closure)
         self._ended(closure)
         self.pump()
-        if self._counts["finished"] >= self._next_report:
-            self._next_report = self._counts["finished"] + REPORT_EVERY
+        if self.counts["finished"] >= self._next_report:
+            self._next_report = self.counts["finished"] + REPORT_EVERY
             with suppress(WorkerLostError):
                 await self.report()
 
@@ -225,7 +227,7 @@ class ClosureRunner:
             _settle_again(closure, error)
             self.pump()
         elif not closure.is_over:
-            self._counts["failed"] += 1
+            self.counts["failed"] += 1
             self.queue.leave(_now(), closure)
             if not closure.is_isolated:
                 self.fail(error, closure)
@@ -240,7 +242,8 @@ class ClosureRunner:
         """
         if isinstance(error, WorkerLostError):
             error = self._strategy.servers.noticed(error)
-        self._end(self._tell_and_settle(self.queue.failed(_now(), error), error, failed))
+        closures = self._strategy.servers.lose(self.queue.failed(_now(), error))
+        self._end(self._tell_and_settle(closures, error, failed))
 
     def _end(self, work: Any) -> None:
         task = OwnedTask[None](work, "end of closures after an error")
@@ -259,7 +262,7 @@ class ClosureRunner:
         finally:
             for closure in closures:
                 if not closure.settled.done():
-                    self._counts["cancelled"] += closure is not failed
+                    self.counts["cancelled"] += closure is not failed
                     own = is_of_all or closure is failed
                     _settle(closure, error if own else _cancelled(closure, error))
                 self._ended(closure)
@@ -298,10 +301,8 @@ class ClosureRunner:
         """
         if closure.again is None:
             if not self.is_open:
-                raise WorkerLostError(
-                    f"The result of {closure.fn_name} #{closure.number} was lost with its worker, "
-                    "and the coordinator that could have it made again is closed."
-                )
+                raise _not_again(closure)
+            self._strategy.servers.require_all()
             closure.again = asyncio.get_running_loop().create_future()
             self.queue.add_again(closure)
             self.pump()
@@ -357,14 +358,14 @@ class ClosureRunner:
 
     def statistics(self) -> CoordinatorStatistics:
         """Return counts of closures, and those of the servers when they were asked last."""
-        return summed(self.queue.depth, self.queue.num_running, self._counts, self._reports)
+        return summed(self.queue.depth, self.queue.num_running, self.counts, self._reports)
 
-    async def close(self) -> None:
-        """End what is not over, and everything that is done for closures."""
+    async def close(self, error: Exception) -> None:
+        """End what is not over with an error, and everything that is done for closures."""
         if self.queue.is_idle:
             await self._tell_servers()
         elif not self.queue.is_ending:
-            self.fail(ContextError("The coordinator was closed."))
+            self.fail(error)
         for task in tuple(self._ends):
             await task.ended()
         left = [closure.submission for closure in self.queue.with_workers()]
@@ -374,7 +375,7 @@ class ClosureRunner:
             self._watch.end()
             self._watch = None
         for closure in self.queue.waiting_again():
-            self.failed(closure, ContextError("The coordinator was closed."))
+            self.failed(closure, error)
         self._outbox.clear()
         for following in tuple(self._tasks):
             following.cancel()
@@ -396,6 +397,13 @@ async def _is_repaired(
     return closure.num_repairs <= MAX_REPAIRS and await copies.repair(error.ranks[0])
 
 
+def _not_again(closure: ScheduledClosure) -> WorkerLostError:
+    return WorkerLostError(
+        f"The result of {closure.fn_name} #{closure.number} was lost with its worker, and is not "
+        "made again: the coordinator was closed, or the cluster was lost."
+    )
+
+
 def _settle(closure: ScheduledClosure, error: BaseException) -> None:
     if not closure.settled.done():
         closure.settled.set_exception(error)
@@ -408,14 +416,14 @@ class WorkerWatch:
 
     Args:
         runner: Who sends closures.
-        engine: Who tells of workers.
-        copies: Who tells of copies of parameter servers; None without them.
+        servers: The parameter servers; their engine tells of workers.
     """
 
-    def __init__(self, runner: ClosureRunner, engine: ClosureEngine, copies: Copies | None) -> None:
+    def __init__(self, runner: ClosureRunner, servers: Servers) -> None:
         self._runner = runner
-        self._engine = engine
-        self._copies = copies
+        self._servers = servers
+        self._engine = servers.engine
+        self._copies = servers.copies
         self._hung: set[str] = set()
         self._looks_at = math.inf
         self._look_sooner = asyncio.Event()
@@ -436,9 +444,18 @@ class WorkerWatch:
 
     def learn_workers(self, workers: Mapping[str, int]) -> None:
         """Take note of the workers that there are; what those had who have gone runs again."""
+        if self._engine.lost is not None:
+            self._lose_all()
+            return
         self._hung &= workers.keys()
         now = {name: slots for name, slots in workers.items() if name not in self._hung}
         self._runner.send_again(self._runner.queue.set_workers(_now(), now))
+
+    def _lose_all(self) -> None:
+        """Learn that the cluster was lost; what is not over is lost with it."""
+        for closure in self._runner.queue.set_workers(_now(), {}):
+            closure.submission = None
+        self._fail_all(self._servers.lost_error())
 
     def learn_of_copy(self) -> None:
         """Send again what waits with workers: it knows the server that was lost."""
@@ -487,15 +504,17 @@ class WorkerWatch:
         await self._engine.restart_worker(worker)
 
     def _nobody_comes(self, alone_s: float) -> None:
-        queue = self._runner.queue
-        count = queue.depth
+        count = self._runner.queue.depth
         error = WorkerLostError(
             f"There has been no worker for {alone_s:g} s, and {count} closures wait for one. Start "
             "workers, or give the ClusterCoordinator a longer worker_wait_s."
         )
-        for closure in queue.waiting_again():
+        self._fail_all(error)
+
+    def _fail_all(self, error: WorkerLostError) -> None:
+        for closure in self._runner.queue.waiting_again():
             self._runner.failed(closure, error)
-        if count:
+        if self._runner.queue.depth:
             self._runner.fail(error)
 
 

@@ -72,13 +72,9 @@ class ParameterServer:
     """
 
     def __init__(
-        self,
-        server: int,
-        max_staleness: int | None = None,
-        epoch: int = 0,
-        oldest: int = 0,
+        self, server: int, max_staleness: int | None = None, epoch: int = 0, oldest: int = 0,
         birth: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._server = server
         self._max_staleness = max_staleness
         self._epoch = epoch
@@ -278,12 +274,9 @@ class ParameterServer:
         ]
 
     def load(
-        self,
-        values: Mapping[Key, Array],
-        slots: Mapping[tuple[Key, int], Mapping[str, Array]],
-        epoch: int,
-        oldest: int,
-    ) -> None:
+        self, values: Mapping[Key, Array], slots: Mapping[tuple[Key, int], Mapping[str, Array]],
+        epoch: int, oldest: int,
+    ) -> None:  # fmt: skip
         """Take values of a checkpoint; slots of these shards that are not given are forgotten.
 
         Args:
@@ -360,16 +353,18 @@ class ParameterServer:
 
     # ---- the rest --------------------------------------------------------------------------
 
+    def leases(self) -> dict[int, Leases]:
+        """Return what is left of each iterator, while no closure is under way."""
+        return {number: each.as_learned() for number, each in self._leases.items()}
+
+    def lease(self, leases: Mapping[int, Leases], birth: int) -> None:
+        """Know this of iterators, and nothing else."""
+        self._leases, self._birth = dict(leases), birth
+
     def take(
-        self,
-        stamp: Stamp,
-        iterator: int,
-        num_splits: int,
-        birth: int,
-        ordinal: int,
-        index: int,
+        self, stamp: Stamp, iterator: int, num_splits: int, birth: int, ordinal: int, index: int,
         ended: Element | None,
-    ) -> Element | None:
+    ) -> Element | None:  # fmt: skip
         """Lease an element of an iterator to a closure; None if nothing is left for it.
 
         Raises:

@@ -19,29 +19,24 @@ import numpy as np
 
 from ...cluster import ClosureEngine, StateHandle
 from ...context import BESIDE
-from ...errors import ContextError, WorkerLostError
-from ...values import IndexedSlices
+from ...errors import WorkerLostError
 from ._copies import CopiedServer, Copies
 from ._messages import (
-    FROM_COORDINATOR,
     Array,
-    Key,
     NewShard,
-    Pull,
     ServerStatistics,
     ShardRows,
     Spec,
-    Stamp,
-    Write,
 )
 from ._partition import ServedRows
-from ._server import ParameterServer, frozen
+from ._progress import NumberedT, Progress, Reopened
+from ._server import ParameterServer
 from ._variables import ServedVariable, split_value
 
 MAX_REPAIRS = 5
 """So many times a call is made again to a copy that has taken the place of its server."""
 
-READS = ("pull", "slots")
+READS = ("pull", "slots", "leases")
 """What changes nothing, so that copies need not know of it."""
 
 LEASES = 0
@@ -69,10 +64,13 @@ class Servers:
         lock: Held while servers are made, and variables placed on them.
         variables: By number, as long as the program has them.
         pending: Those that are not placed yet.
-        missing: The numbers of those that were lost with a server.
+        missing: Numbers of those that were lost.
         settings: Of the optimizers that closures use, by number.
-        resources: Numbers what workers keep.
+        places: Chooses servers for new variables.
+        resources: What workers keep.
         copies: Looks after the copies; None without them.
+        progress: What closures have done since the last checkpoints.
+        is_reopening: Whether lost servers are being made anew, on a new cluster.
     """
 
     def __init__(
@@ -81,46 +79,27 @@ class Servers:
     ) -> None:  # fmt: skip
         self.engine = engine
         self.strategy_id = uuid4().hex
-        self.epoch = 0
-        self.oldest = 0
+        self.epoch = self.oldest = self.birth = 0
         self.num_servers = num_servers
         self._max_staleness = max_staleness
         self._handles: dict[int, StateHandle] = {}
         self._has_engine = False
-        self._dropped: list[int] = []  # filled by whatever thread collects
-        self._leaving: dict[int, int] = {}
-        self.birth = 0
         self.lock = asyncio.Lock()
         self.is_started = False
         self.variables: WeakValueDictionary[int, ServedVariable] = WeakValueDictionary()
         self.pending: dict[int, ServedVariable] = {}
         self.missing: dict[int, None] = {}
         self._makers: dict[int, tuple[object, Array]] = {}
-        self._numbers = count()
-        self.resources = count()
-        self._next_server = 0
+        self.places = Places(num_servers, self.variables)
+        self.resources = Resources()
         self._newest: dict[int, tuple[int, bytes]] = {}
         self._recipes: dict[int, tuple[int, bytes]] = {}  # that servers have
         self.settings: dict[int, Any] = {}
+        self.progress = Progress()
+        self.is_reopening = self._is_left = False
         self.copies = Copies(self._handles, self._new_copy) if replicate else None
 
     # ---- variables -------------------------------------------------------------------------
-
-    def new_spec(
-        self, name: str, value: Array, trainable: bool, cuts: Sequence[tuple[int, int]]
-    ) -> Spec:
-        """Number a new variable and choose servers for its shards: in turn, or as another one's."""
-        beside = BESIDE.get()
-        if isinstance(beside, ServedVariable) and beside.spec.variable_id in self.variables:
-            places = cycle([shard.server for shard in beside.spec.shards])
-            shards = [ServedRows(next(places), *cut) for cut in cuts]
-        else:
-            first = self._next_server
-            shards = [
-                ServedRows((first + i) % self.num_servers, *cut) for i, cut in enumerate(cuts)
-            ]
-            self._next_server = (first + len(cuts)) % self.num_servers
-        return Spec(next(self._numbers), name, value.shape, value.dtype, trainable, tuple(shards))
 
     def add(self, variable: ServedVariable, rows_from: object = None) -> None:
         """Place a variable at the next occasion; servers call what makes its rows, if anything."""
@@ -128,10 +107,6 @@ class Servers:
             self._makers[variable.spec.variable_id] = rows_from, variable._cell.components[0]
         self.variables[variable.spec.variable_id] = variable
         self.pending[variable.spec.variable_id] = variable
-
-    def variable(self, number: int) -> ServedVariable:
-        """Return a variable by its number."""
-        return self.variables[number]
 
     def know(self, number: int, settings: object, recipe: bytes) -> int:
         """Remember the settings of an optimizer that closures use; return which ones they are."""
@@ -156,18 +131,27 @@ class Servers:
             WorkerLostError: If a parameter server was lost and not restored.
             Exception: As `ClosureEngine.start`.
         """
+        if self.is_lost:
+            raise self.lost_error()
         if self.is_started and not self.pending and not self.missing:
             return
         async with self.lock:
             if not self.is_started:
-                least = 1 if self.copies is None else 2  # a copy is in another process
-                await self.engine.start(max(self.num_servers, least))
-                self._has_engine = True
-                for server in range(self.num_servers):
-                    await self._create(server)
+                await self._begin()
                 self.is_started = True
             self.require_all()
             await self.place(self.pending.values())
+
+    async def _begin(self) -> None:
+        """Make all servers, on a cluster that is started, or made anew if it was lost."""
+        num_processes = max(self.num_servers, 1 if self.copies is None else 2)
+        if self._has_engine:
+            await self.engine.reopen(num_processes)
+        else:
+            await self.engine.start(num_processes)
+            self._has_engine = True
+        for server in range(self.num_servers):
+            await self._create(server)
 
     async def _create(self, server: int) -> None:
         create, owner = self.engine.create_state, self.strategy_id
@@ -177,6 +161,8 @@ class Servers:
         else:
             self._handles[server] = await create(owner, CopiedServer, (False, *args), server)
             await self.copies.begin(server)
+        for number, (version, recipe) in self._recipes.items():
+            await self.call(server, "learn", number, recipe, version)
 
     async def _new_copy(self, server: int, primary: StateHandle) -> StateHandle:
         return await self.engine.create_state(
@@ -234,28 +220,46 @@ class Servers:
 
     def noticed(self, error: WorkerLostError) -> WorkerLostError:
         """Learn that a server was lost; return the error that says what was on it."""
-        if not error.ranks:
-            return error
+        if self.is_lost:
+            return self.lost_error()
         for server in error.ranks:
             if self.copies is not None and not self.copies.is_lost(server):
                 continue  # somebody could not reach it, but it is there
             if self._handles.pop(server, None) is not None:
                 for number, variable in self.variables.items():
-                    if number not in self.pending and any(
-                        shard.server == server for shard in variable.spec.shards
-                    ):
+                    places = {shard.server for shard in variable.spec.shards}
+                    if number not in self.pending and server in places:
                         self.missing[number] = None
-        return self.lost_error(error.ranks[0])
+        return self.lost_error(error.ranks[0]) if error.ranks else error
+
+    @property
+    def is_lost(self) -> bool:
+        """True if the cluster was lost, until all of it was made anew."""
+        return self._is_left or (self.is_started and self.engine.lost is not None)
+
+    def lose(self, closures: list[NumberedT]) -> list[NumberedT]:
+        """Note closures that end with an error, if something is lost; return them."""
+        if self.has_lost:
+            self.progress.lost(closures)
+        return closures
+
+    @property
+    def has_lost(self) -> bool:
+        """True if the cluster was lost, or a server."""
+        living = [handle for handle in self._handles.values() if not handle.is_lost]
+        return self.is_lost or (self.is_started and len(living) < self.num_servers)
 
     @property
     def lost_variables(self) -> tuple[ServedVariable, ...]:
         """The variables that were on lost servers and were not restored."""
-        alive = (self.variables.get(number) for number in sorted(self.missing))
+        lost = self.variables.keys() - self.pending.keys() if self.is_lost else self.missing
+        alive = (self.variables.get(number) for number in sorted(lost))
         return tuple(v for v in alive if v is not None and v.spec.slot is None)
 
-    def lost_error(self, server: int) -> WorkerLostError:
-        """Say what was lost with a server."""
-        return _lost_error(server, tuple(variable.name for variable in self.lost_variables))
+    def lost_error(self, server: int = 0) -> WorkerLostError:
+        """Say what was lost with a server, or with the cluster."""
+        why = (self.engine.lost or "The cluster was lost.") if self.is_lost else None
+        return _lost_error(why, server, [each.name for each in self.lost_variables])
 
     def require_all(self) -> None:
         """Check that nothing is lost.
@@ -265,6 +269,8 @@ class Servers:
         """
         if not self.is_started:
             return
+        if self.is_lost:
+            raise self.lost_error()
         for server in range(self.num_servers):
             if server not in self._handles:
                 raise self.lost_error(server)
@@ -274,6 +280,7 @@ class Servers:
 
     async def revive(self) -> None:
         """Make lost servers anew, without variables."""
+        self.require_cluster()
         for server in [i for i, handle in self._handles.items() if handle.is_lost]:
             if self.copies is None or not await self.copies.repair(server):
                 self.noticed(WorkerLostError("Its process is gone.", ranks=(server,)))
@@ -281,57 +288,48 @@ class Servers:
             if server not in self._handles:
                 self.birth += server == LEASES
                 await self._create(server)
-                for number, (version, recipe) in self._recipes.items():
-                    await self.call(server, "learn", number, recipe, version)
 
-    # ---- reading and writing -----------------------------------------------------------------
+    def require_cluster(self) -> None:
+        """Check that there is a cluster, on which lost servers can be made anew.
 
-    async def read(self, variable: ServedVariable, rows: Array | None) -> Array:
-        """Return a value, or rows whose indices were checked."""
-        await self.ready()
-        spec = variable.spec
-        flat: Array | None = None
-        inverse: Array | None = None
-        if rows is not None:
-            flat, inverse = np.unique(rows.reshape(-1), return_inverse=True)
-        requests = _pulls_of(spec, flat)
-        answers = await self.all({s: (pulls,) for s, pulls in requests.items()}, "pull")
-        found: dict[Key, Array] = {}
-        for server, pulls in requests.items():
-            for pull, (_, value) in zip(pulls, answers[server], strict=True):
-                found[pull.key] = value
-        parts = [found[key] for key in sorted(found)]
-        if inverse is None or rows is None:
-            whole: Array = parts[0].view() if len(parts) == 1 else np.concatenate(parts)
-        else:
-            empty = np.empty((0, *spec.shape[1:]), spec.dtype)
-            whole = np.concatenate([empty, *parts])[inverse]
-            whole = whole.reshape(*rows.shape, *spec.shape[1:])
-        whole.flags.writeable = False
-        return whole
+        Raises:
+            WorkerLostError: If it is lost.
+        """
+        if self.is_lost and not self.is_reopening:
+            raise self.lost_error()
 
-    async def write(self, variable: ServedVariable, verb: str, value: Any) -> Array:
-        """Write from the program; return the new value."""
-        if verb == "assign" and variable.spec.variable_id in self.missing:
-            return await self._make_anew(variable, value)
-        await self.ready()
-        spec = variable.spec
-        if spec.slot is not None:
-            raise ContextError(
-                f"{variable.name!r} is a slot of an optimizer, which only updates write. Restore a "
-                "checkpoint to replace it."
-            )
-        items: dict[int, list[Write]] = {}
-        for i, part in split_value(spec, value):
-            write = Write((spec.variable_id, i), 0, verb, part)
-            items.setdefault(spec.shards[i].server, []).append(write)
-        stamp = Stamp(self.epoch, FROM_COORDINATOR, self.oldest, uuid4().hex)
-        await self.all({s: (stamp, each) for s, each in items.items()}, "push")
-        if verb == "assign" and not isinstance(value, IndexedSlices):
-            return frozen(value)
-        return await self.read(variable, None)
+    async def reopen(self, engine: ClosureEngine) -> None:
+        """Make all servers anew, without variables, on a cluster that may be another one.
 
-    async def _make_anew(self, variable: ServedVariable, value: Any) -> Array:
+        Raises:
+            Exception: As `ClosureEngine.start`; all is lost then.
+
+        Cancellation:
+            Leaves all lost.
+        """
+        async with self.lock:
+            self._miss_all()
+            self._is_left = True
+            self.epoch += 1  # what the former workers still send is nothing any more
+            self._handles.clear()
+            if self.copies is not None:
+                await self.copies.aclose()
+            if engine is not self.engine:
+                await self._leave_engine()
+                self.engine = engine
+            await self._begin()
+
+    async def go_back(self, step: int | None, next_step: int) -> Reopened:
+        """Have iterators go back with a checkpoint, if there is one, and all be there again."""
+        cut = None if step is None else self.progress.found(next_step)
+        leases = {} if cut is None else {n: each.as_learned() for n, each in cut.leases.items()}
+        birth = self.birth + (cut is None)
+        await self.call(LEASES, "lease", leases, birth)
+        self.birth, self._is_left = birth, False
+        return self.progress.go_back(step, cut)
+
+    async def make_anew(self, variable: ServedVariable, value: Any) -> Array:
+        """Give a variable that was lost a value, on a server that is there."""
         async with self.lock:
             await self.revive()
             new = np.array(value)
@@ -361,58 +359,103 @@ class Servers:
             failed: Closures that have ended badly.
         """
         self.oldest = oldest
-        dropped = self._release_dropped(oldest, newest)
+        dropped = self.resources.dropped(oldest, newest)
+        if dropped:
+            self.progress.forget_iterators(dropped)
+            self.engine.release(self.strategy_id, [("resource", number) for number in dropped])
         living = [server for server in range(self.num_servers) if server in self._handles]
         calls = dict.fromkeys(living, (oldest, tuple(failed), dropped))
         found = await self.all(calls, "report")
         return [found[server] for server in living]
-
-    def release_after(self, resource: Any) -> None:
-        """Have workers let go of a resource when the program has let go of it."""
-        weakref.finalize(resource, self._dropped.append, resource.number).atexit = False
-
-    def _release_dropped(self, oldest: int, newest: int) -> tuple[int, ...]:
-        """Release what was dropped before the oldest closure was scheduled; return its numbers."""
-        while self._dropped:
-            self._leaving[self._dropped.pop()] = newest
-        gone = tuple(number for number, after in self._leaving.items() if after <= oldest)
-        self._leaving = {n: after for n, after in self._leaving.items() if after > oldest}
-        if gone:
-            self.engine.release(self.strategy_id, [("resource", number) for number in gone])
-        return gone
 
     # ---- closing -------------------------------------------------------------------------------
 
     async def aclose(self) -> None:
         """Let the cluster go; the variables are lost with it."""
         was_started, self.is_started = self.is_started, False
+        self._is_left = False
         if self.copies is not None:
             await self.copies.aclose()
         self._handles.clear()
+        await self._leave_engine()
+        if was_started:
+            self._miss_all()
+
+    async def _leave_engine(self) -> None:
         if self._has_engine:
             self._has_engine = False
             self.engine.release(self.strategy_id)
             await self.engine.aclose()
-        if was_started:
-            self.missing |= dict.fromkeys(sorted({*self.variables} - self.pending.keys()))
+
+    def _miss_all(self) -> None:
+        self.missing |= dict.fromkeys(sorted(self.variables.keys() - self.pending.keys()))
 
     def __repr__(self) -> str:
-        size, lost = len(self.variables), len(self.lost_variables)
-        return f"<Servers | {self.num_servers} servers, {size} variables, {lost} lost>"
+        return f"<Servers | {self.num_servers} servers, {len(self.lost_variables)} variables lost>"
 
 
-def _pulls_of(spec: Spec, rows: Array | None) -> dict[int, list[Pull]]:
-    """Return how to ask each server for a variable, or for rows of it."""
-    requests: dict[int, list[Pull]] = {}
-    for i, shard in enumerate(spec.shards):
-        pull = Pull((spec.variable_id, i), slot=spec.slot)
-        if rows is not None:
-            mine = rows[(rows >= shard.begin) & (rows < shard.end)] - shard.begin
-            if not mine.size:
-                continue
-            pull = pull._replace(rows=mine)
-        requests.setdefault(shard.server, []).append(pull)
-    return requests
+@final
+class Places:
+    """Numbers new variables and chooses servers for their shards.
+
+    Args:
+        num_servers: How many there are.
+        variables: By number.
+    """
+
+    def __init__(self, num_servers: int, variables: Mapping[int, ServedVariable]) -> None:
+        self._num_servers = num_servers
+        self._variables = variables
+        self._numbers = count()
+        self._next = 0
+
+    def new_spec(
+        self, name: str, value: Array, trainable: bool, cuts: Sequence[tuple[int, int]]
+    ) -> Spec:
+        """Describe a new variable: on servers in turn, or on those of another one."""
+        beside = BESIDE.get()
+        if isinstance(beside, ServedVariable) and beside.spec.variable_id in self._variables:
+            places = cycle([shard.server for shard in beside.spec.shards])
+            shards = [ServedRows(next(places), *cut) for cut in cuts]
+        else:
+            first = self._next
+            shards = [
+                ServedRows((first + i) % self._num_servers, *cut) for i, cut in enumerate(cuts)
+            ]
+            self._next = (first + len(cuts)) % self._num_servers
+        return Spec(next(self._numbers), name, value.shape, value.dtype, trainable, tuple(shards))
+
+    def __repr__(self) -> str:
+        return f"<Places | {self._num_servers} servers, {self._next} is next>"
+
+
+@final
+class Resources:
+    """Numbers what workers keep, and knows what they can let go of."""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._dropped: list[int] = []  # filled by whatever thread collects
+        self._leaving: dict[int, int] = {}
+
+    def new_number(self) -> int:
+        """Return a number for one."""
+        return next(self._numbers)
+
+    def release_after(self, resource: Any) -> None:
+        """Have workers let go of a resource when the program has let go of it."""
+        weakref.finalize(resource, self._dropped.append, resource.number).atexit = False
+
+    def dropped(self, oldest: int, newest: int) -> tuple[int, ...]:
+        """Return what was dropped before the oldest closure was scheduled, each once."""
+        while self._dropped:
+            self._leaving[self._dropped.pop()] = newest
+        gone = tuple(number for number, after in self._leaving.items() if after <= oldest)
+        self._leaving = {n: after for n, after in self._leaving.items() if after > oldest}
+        return gone
+
+    def __repr__(self) -> str:
+        return f"<Resources | {len(self._dropped) + len(self._leaving)} to be let go of>"
 
 
 def _new_shards(
@@ -429,12 +472,19 @@ def _new_shards(
         yield spec.shards[i].server, shard
 
 
-def _lost_error(server: int, names: tuple[str, ...]) -> WorkerLostError:
+def _lost_error(why: str | None, server: int, names: Sequence[str]) -> WorkerLostError:
     listed = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
+    if why is not None:
+        what = f" Lost are the variables {listed}." if names else ""
+        return WorkerLostError(
+            f"{why}{what} Call `await strategy.reopen(manager=manager, state=state)`, which goes "
+            "back to the newest checkpoint.",
+            variables=tuple(names),
+        )
     what = f", and with it the variables {listed}" if names else ""
     return WorkerLostError(
         f"Parameter server {server} was lost{what}. Restore the newest checkpoint: `await "
         "manager.restore(state)` puts them on another one.",
         ranks=(server,),
-        variables=names,
+        variables=tuple(names),
     )

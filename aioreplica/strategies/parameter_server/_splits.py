@@ -7,6 +7,7 @@ worker whose own split is at its end goes on with those of others.
 
 from __future__ import annotations
 
+import copy
 import heapq
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -107,6 +108,12 @@ class Leases:
         kept = [each for each in self._taken.pop(closure, []) if each.position < end]
         if kept:
             self._taken[closure] = kept
+
+    def as_learned(self) -> Leases:
+        """Return what is left for others if all that was taken is learned."""
+        left = Leases(0)
+        left._splits = copy.deepcopy(self._splits)
+        return left
 
     def settle(self, oldest: int, failed: Collection[int]) -> None:
         """Learn which closures are over: those that failed give back what they took."""

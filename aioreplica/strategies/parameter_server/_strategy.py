@@ -15,6 +15,7 @@ from ._elsewhere import Elsewhere
 from ._messages import CoordinatorStatistics
 from ._packing import HomeSide, pack_call
 from ._partition import PartitionFn, cut_rows
+from ._progress import Reopened
 from ._queue import ScheduledClosure
 from ._servers import Servers
 from ._variables import new_served
@@ -25,6 +26,19 @@ class Coordinator(Protocol):
 
     def statistics(self) -> CoordinatorStatistics:
         """Return what it and the parameter servers have done; from any thread."""
+
+    async def end_with_cluster(self) -> None:
+        """End what was going on in a cluster that is lost."""
+
+    def begin_with_cluster(self) -> None:
+        """Run closures on a cluster that is there again."""
+
+
+class Manager(Protocol):
+    """Interface of a `CheckpointManager` for `reopen`."""
+
+    async def restore(self, state: object) -> int:
+        """Restore the newest step; return it."""
 
 
 @final
@@ -76,15 +90,10 @@ class ParameterServerStrategy(Strategy):
                 "variable_partitioner must be a function of shape and dtype, such as "
                 f"ar.FixedShardsPartitioner(2), got {variable_partitioner!r}."
             )
-        if isinstance(resolver_or_client, ClosureEngine):
-            self._engine: ClosureEngine = resolver_or_client
-        else:
-            self._engine = DaskClosureEngine(
-                resolver_or_client, num_workers=num_workers, security=security
-            )
+        engine = _engine_of(resolver_or_client, num_workers, security)
         self._num_ps = num_ps
         self._partitioner = variable_partitioner
-        self._servers = Servers(self._engine, num_ps, max_staleness, replicate)
+        self._servers = Servers(engine, num_ps, max_staleness, replicate)
         self._coordinator: Coordinator | None = None
         self._next_closure = 0
         super().__init__(
@@ -106,7 +115,7 @@ class ParameterServerStrategy(Strategy):
             packed = pack_call(rows_from, (), {}, HomeSide(self), what)
 
         def make(name: str) -> Variable:
-            spec = self._servers.new_spec(name, value, options.trainable, cuts)
+            spec = self._servers.places.new_spec(name, value, options.trainable, cuts)
             named = VariableOptions(
                 name, options.trainable, options.aggregation, options.synchronization,
                 options.constraint,
@@ -125,7 +134,7 @@ class ParameterServerStrategy(Strategy):
     @property
     def num_workers(self) -> int:
         """Number of workers, as far as is known."""
-        return self._engine.num_workers
+        return self.engine.num_workers
 
     @property
     def variable_partitioner(self) -> PartitionFn | None:
@@ -135,7 +144,7 @@ class ParameterServerStrategy(Strategy):
     @property
     def engine(self) -> ClosureEngine:
         """Engine that runs servers and workers."""
-        return self._engine
+        return self._servers.engine
 
     @property
     def servers(self) -> Servers:
@@ -258,6 +267,64 @@ class ParameterServerStrategy(Strategy):
 
     # ---- its life ----------------------------------------------------------------------------
 
+    async def reopen(
+        self, resolver_or_client: object = None, *, security: object = None,
+        manager: Manager | None = None, state: object = None,
+    ) -> Reopened:  # fmt: skip
+        """Begin anew on another cluster after the loss of the scheduler, or of a server.
+
+        Servers are made anew, and a checkpoint brings the variables back, with their slots; the
+        iterators of per-worker datasets go back with it, so that each element is learned once. The
+        coordinator and the variables stay the same objects. Results that were not fetched are lost.
+
+        Args:
+            resolver_or_client: The cluster, as in the constructor; None connects to the same
+                address again, or starts the processes of an own cluster anew.
+            security: As in the constructor, for another address.
+            manager: The `CheckpointManager`, whose newest step is restored. Without it the
+                variables stay lost until they are restored or assigned, and iterators have ended.
+            state: The state that was saved with it.
+
+        Returns:
+            What was restored, and which closures were lost.
+
+        Raises:
+            ContextError: If the strategy is closed or not begun, has lost nothing, or is being
+                reopened already.
+            ValueError: If `manager` comes without `state`, `security` without an address, or the
+                cluster has too few processes.
+            CheckpointError: As `CheckpointManager.restore`.
+            ConnectionError: If the cluster cannot be reached.
+
+        Cancellation:
+            Leaves the cluster lost, as an error does: call it again.
+        """
+        self._runtime.open()
+        servers = self._servers
+        if (manager is None) != (state is None):
+            raise ValueError("reopen takes a manager together with the state that it restores.")
+        if security is not None and resolver_or_client is None:
+            raise ValueError("reopen takes security together with an address.")
+        if servers.is_reopening or not servers.has_lost:
+            why = "is being reopened" if servers.is_reopening else "has not lost its cluster"
+            raise ContextError(f"{self!r} {why}, so it cannot be reopened. Nothing was changed.")
+        engine = servers.engine
+        if resolver_or_client is not None:
+            engine = _engine_of(resolver_or_client, engine.num_workers or 1, security)
+        servers.is_reopening, step = True, None
+        try:
+            if self._coordinator is not None:
+                await self._coordinator.end_with_cluster()
+            await servers.reopen(engine)
+            if manager is not None:
+                step = await manager.restore(state)
+            found = await servers.go_back(step, self.gate.next_step)
+        finally:
+            servers.is_reopening = False
+        if self._coordinator is not None:
+            self._coordinator.begin_with_cluster()
+        return found
+
     async def aclose(self) -> None:
         """End closures, disconnect, and end a local cluster. Idempotent."""
         try:
@@ -271,6 +338,12 @@ class ParameterServerStrategy(Strategy):
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         raise TypeError(f"{self!r} cannot be pickled: a cluster is its own. Make another one.")
+
+
+def _engine_of(cluster: object, num_workers: int, security: object) -> ClosureEngine:
+    if isinstance(cluster, ClosureEngine):
+        return cluster
+    return DaskClosureEngine(cluster, num_workers=num_workers, security=security)
 
 
 def check_count(name: str, value: Any, lowest: int) -> None:

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, final
+from uuid import uuid4
 
 import numpy as np
 
 from ...context import CLOSURE, PLACE, Place
 from ...errors import ContextError
 from ...values import IndexedSlices, Variable, VariableOptions, VariableStore, fitting
-from ._messages import Array, Spec
+from ._messages import FROM_COORDINATOR, Array, Key, Pull, Spec, Stamp, Write
 from ._partition import ServedRows
+from ._server import frozen
 
 if TYPE_CHECKING:
     from ._servers import Servers
@@ -114,7 +116,7 @@ class ServedVariable(Variable):
                 "there, or `variable.rows(indices)`."
             )
         servers = self._home()
-        return await servers.read(self, None if rows is None else checked_rows(self, rows))
+        return await read_from(servers, self, None if rows is None else checked_rows(self, rows))
 
     def rows(self, indices: Any) -> Array:
         """Return some rows, in a closure; only these travel.
@@ -166,7 +168,7 @@ class ServedVariable(Variable):
         return self._write_from_home(verb, value)
 
     def _write_from_home(self, verb: str, value: Any) -> Coroutine[Any, Any, Array]:
-        return self._home().write(self, verb, fitting_push(self, verb, value))
+        return write_to(self._home(), self, verb, fitting_push(self, verb, value))
 
     def _write_in_replica(
         self, verb: str, array: Array, replica: Any, frame: FrameType
@@ -322,6 +324,67 @@ def split_value(spec: Spec, value: Any) -> list[tuple[int, Any]]:
             part = IndexedSlices(value.values[mine], value.indices[mine] - shard.begin, shape)
             found.append((index, part))
     return found
+
+
+async def read_from(servers: Servers, variable: ServedVariable, rows: Array | None) -> Array:
+    """Return a value, or rows whose indices were checked."""
+    await servers.ready()
+    spec = variable.spec
+    flat: Array | None = None
+    inverse: Array | None = None
+    if rows is not None:
+        flat, inverse = np.unique(rows.reshape(-1), return_inverse=True)
+    requests = _pulls_of(spec, flat)
+    answers = await servers.all({s: (pulls,) for s, pulls in requests.items()}, "pull")
+    found: dict[Key, Array] = {}
+    for server, pulls in requests.items():
+        for pull, (_, value) in zip(pulls, answers[server], strict=True):
+            found[pull.key] = value
+    parts = [found[key] for key in sorted(found)]
+    if inverse is None or rows is None:
+        whole: Array = parts[0].view() if len(parts) == 1 else np.concatenate(parts)
+    else:
+        empty = np.empty((0, *spec.shape[1:]), spec.dtype)
+        whole = np.concatenate([empty, *parts])[inverse]
+        whole = whole.reshape(*rows.shape, *spec.shape[1:])
+    whole.flags.writeable = False
+    return whole
+
+
+async def write_to(servers: Servers, variable: ServedVariable, verb: str, value: Any) -> Array:
+    """Write from the program; return the new value."""
+    if verb == "assign" and variable.spec.variable_id in servers.missing:
+        return await servers.make_anew(variable, value)
+    await servers.ready()
+    spec = variable.spec
+    if spec.slot is not None:
+        raise ContextError(
+            f"{variable.name!r} is a slot of an optimizer, which only updates write. Restore a "
+            "checkpoint to replace it."
+        )
+    items: dict[int, list[Write]] = {}
+    for i, part in split_value(spec, value):
+        write = Write((spec.variable_id, i), 0, verb, part)
+        items.setdefault(spec.shards[i].server, []).append(write)
+    stamp = Stamp(servers.epoch, FROM_COORDINATOR, servers.oldest, uuid4().hex)
+    await servers.all({s: (stamp, each) for s, each in items.items()}, "push")
+    if verb == "assign" and not isinstance(value, IndexedSlices):
+        return frozen(value)
+    return await read_from(servers, variable, None)
+
+
+def _pulls_of(spec: Spec, rows: Array | None) -> dict[int, list[Pull]]:
+    """Return how to ask each server for a variable, or for rows of it."""
+    requests: dict[int, list[Pull]] = {}
+    for i, shard in enumerate(spec.shards):
+        pull = Pull((spec.variable_id, i), slot=spec.slot)
+        if rows is not None:
+            mine = rows[(rows >= shard.begin) & (rows < shard.end)] - shard.begin
+            if not mine.size:
+                continue
+            pull = pull._replace(rows=mine)
+        requests.setdefault(shard.server, []).append(pull)
+    return requests
 
 
 def _placeholder(spec: Spec) -> Array:

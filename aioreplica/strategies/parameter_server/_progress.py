@@ -1,0 +1,131 @@
+"""Progress of closures beside that of checkpoints: what is undone when a checkpoint comes back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar, final
+
+from ._splits import Leases
+
+MAX_NAMED = 16_384
+"""So many finished closures are known by name."""
+
+MAX_CUTS = 8
+"""So many looks of checkpoints are remembered, the newest ones."""
+
+
+class Numbered(Protocol):
+    """Interface of a closure.
+
+    Attributes:
+        number: Its number in the strategy.
+        fn_name: Name of its function.
+    """
+
+    number: int
+    fn_name: str
+
+
+NumberedT = TypeVar("NumberedT", bound=Numbered)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Reopened:
+    """Result of `ParameterServerStrategy.reopen`: what has to be done again.
+
+    Closures are named as `learn #17`, in the order in which they were scheduled.
+
+    Attributes:
+        step: The step that was restored; None without a checkpoint.
+        unfinished: Closures that were not over when the cluster was lost.
+        undone: Closures that had finished, and whose updates the checkpoint does not have: the last
+            16,384 of them. All of this program's, if the checkpoint is not one of its last eight.
+        num_undone: How many of these there are.
+        iterators: Whether iterators of per-worker datasets have gone back with the checkpoint;
+            else they have ended, and `next` says so.
+    """
+
+    step: int | None
+    unfinished: tuple[str, ...]
+    undone: tuple[str, ...]
+    num_undone: int
+    iterators: bool
+
+
+@final
+class Cut(NamedTuple):
+    """State of closures and iterators when a checkpoint looked at the variables.
+
+    Attributes:
+        num_finished: Closures that had finished.
+        leases: What was left of each iterator.
+    """
+
+    num_finished: int
+    leases: dict[int, Leases]
+
+
+@final
+class Progress:
+    """Knows what finished since the last checkpoints, and what was lost unfinished."""
+
+    def __init__(self) -> None:
+        self._finished: deque[tuple[int, str]] = deque(maxlen=MAX_NAMED)
+        self._num_finished = 0
+        self._unfinished: dict[int, str] = {}
+        self._cuts: dict[int, Cut] = {}
+
+    def finished(self, closure: Numbered) -> None:
+        """Learn that a closure has ended well."""
+        self._num_finished += 1
+        self._finished.append((closure.number, closure.fn_name))
+
+    def lost(self, closures: Iterable[Numbered]) -> None:
+        """Learn that closures were lost with the cluster."""
+        self._unfinished.update((each.number, each.fn_name) for each in closures)
+
+    def cut(self, number: int, leases: Mapping[int, Leases]) -> int:
+        """Learn that a checkpoint looks at the variables, while no closure is under way.
+
+        Returns:
+            The number of the next closure, by which the cut is known again: that which was given,
+            or a later one, if another cut has that.
+        """
+        while number in self._cuts and self._cuts[number].num_finished != self._num_finished:
+            number += 1
+        self._cuts[number] = Cut(self._num_finished, dict(leases))
+        for old in [*self._cuts][:-MAX_CUTS]:
+            del self._cuts[old]
+        return number
+
+    def found(self, number: int) -> Cut | None:
+        """Return the cut that a restored checkpoint is of; None if it is of no known one."""
+        return self._cuts.get(number)
+
+    def forget_iterators(self, numbers: Iterable[int]) -> None:
+        """Learn that the program has no use for iterators any more."""
+        for number in numbers:
+            for each in self._cuts.values():
+                each.leases.pop(number, None)
+
+    def go_back(self, step: int | None, cut: Cut | None) -> Reopened:
+        """Go back to a cut, or to the beginning; return what that undoes."""
+        num_kept = 0 if cut is None else cut.num_finished
+        num_undone = self._num_finished - num_kept
+        undone = [self._finished.pop() for _ in range(min(num_undone, len(self._finished)))]
+        self._num_finished = num_kept
+        self._cuts = {n: each for n, each in self._cuts.items() if each.num_finished <= num_kept}
+        unfinished, self._unfinished = sorted(self._unfinished.items()), {}
+        return Reopened(
+            step, _named(unfinished), _named(sorted(undone)), num_undone, cut is not None
+        )
+
+    def __repr__(self) -> str:
+        return f"<Progress | {self._num_finished} finished, {len(self._cuts)} cuts>"
+
+
+def _named(closures: Iterable[tuple[int, str]]) -> tuple[str, ...]:
+    return tuple(f"{name} #{number}" for number, name in closures)
