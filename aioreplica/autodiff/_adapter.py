@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from array_api_compat import array_namespace, is_array_api_obj
@@ -76,7 +76,7 @@ class Adapter(ABC):
         """Send a traced array through a collective, so that gradients go back through it."""
 
 
-def split_aux(result: Any, has_aux: bool) -> tuple[Tree, Tree]:
+def split_aux(result: object, has_aux: bool) -> tuple[Tree, Tree]:
     """Take what a differentiated function returned apart: the loss, and its auxiliary output.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any, final
 
 import numpy as np
 
-from ..tree import DType
+from ..tree import Array, DType
 from ..typing import ReduceOp
 from ..values import IndexedSlices
 from ._kind import require_sum
@@ -37,17 +37,17 @@ class Compression(ABC):
 
     def __init__(self, *, error_feedback: bool) -> None:
         self.error_feedback = bool(error_feedback)
-        self._lost: dict[Key, Any] = {}
+        self._lost: dict[Key, Array] = {}
 
     @abstractmethod
-    def encode(self, value: Any) -> Any:
+    def encode(self, value: Array) -> Any:
         """Return the code of an array: an array or IndexedSlices, which can be summed."""
 
     @abstractmethod
-    def decode(self, code: Any, shape: tuple[int, ...], dtype: DType) -> Any:
+    def decode(self, code: Any, shape: tuple[int, ...], dtype: DType) -> Array:
         """Return the array that a code, or a sum or mean of codes, stands for."""
 
-    def take_lost(self, key: Key, shape: tuple[int, ...]) -> Any:
+    def take_lost(self, key: Key, shape: tuple[int, ...]) -> Array | None:
         """Take out what was lost before, to be added to a value of that shape; None if nothing.
 
         Raises:
@@ -61,7 +61,7 @@ class Compression(ABC):
             )
         return self._lost.pop(key, None)
 
-    def lost(self, value: Any, code: Any) -> Any:
+    def lost(self, value: Array, code: Any) -> Array:
         """Return what a code loses of an array; nothing where that is not finite.
 
         A NaN or an infinity shows in the result, once. Remembered it would show for ever.
@@ -71,7 +71,7 @@ class Compression(ABC):
         lost[~np.isfinite(lost)] = 0
         return lost
 
-    def remember(self, lost: Mapping[Key, Any]) -> None:
+    def remember(self, lost: Mapping[Key, Array]) -> None:
         """Add to what is remembered: what a reduction has lost, or took out and did not send."""
         for key, value in lost.items():
             before = self._lost.get(key)
@@ -98,14 +98,15 @@ class Float16(Compression):
     def __init__(self, *, error_feedback: bool = False) -> None:
         super().__init__(error_feedback=error_feedback)
 
-    def encode(self, value: Any) -> Any:
+    def encode(self, value: Array) -> Any:
         """Round to half precision; what is too large becomes infinite."""
         with np.errstate(over="ignore"):
             return value.astype(np.float16)
 
-    def decode(self, code: Any, shape: tuple[int, ...], dtype: DType) -> Any:
+    def decode(self, code: Any, shape: tuple[int, ...], dtype: DType) -> Array:
         """Widen again."""
-        return code.astype(dtype)
+        widened: Array = code.astype(dtype)
+        return widened
 
     def __repr__(self) -> str:
         return f"Float16(error_feedback={self.error_feedback})"
@@ -139,7 +140,7 @@ class TopK(Compression):
             raise ValueError(f"TopK needs a fraction above 0 and at most 1, got {fraction}.")
         self.fraction = fraction
 
-    def encode(self, value: Any) -> IndexedSlices:
+    def encode(self, value: Array) -> IndexedSlices:
         """Choose the largest magnitudes, NaN before all; of equal ones those that come first."""
         flat = value.reshape(-1)
         count = min(flat.size, max(1, round(self.fraction * flat.size)))
@@ -149,9 +150,10 @@ class TopK(Compression):
         indices = np.sort(order)
         return IndexedSlices(flat[indices], indices, (flat.size,))
 
-    def decode(self, code: Any, shape: tuple[int, ...], dtype: DType) -> Any:
+    def decode(self, code: Any, shape: tuple[int, ...], dtype: DType) -> Array:
         """Fill in zeros."""
-        return code.to_dense().reshape(shape).astype(dtype, copy=False)
+        dense: Array = code.to_dense().reshape(shape)
+        return dense.astype(dtype, copy=False)
 
     def __repr__(self) -> str:
         return f"TopK({self.fraction}, error_feedback={self.error_feedback})"
@@ -180,7 +182,7 @@ class Compressed:
         self._rows = rows
         self._members = members
         self._coded = [_is_coded(leaf) for leaf in rows[0]]
-        self._lost: dict[Key, object] = {}
+        self._lost: dict[Key, Array] = {}
         self._taken = self._take() if compression.error_feedback else {}
 
     def encode(self) -> list[list[Any]]:
@@ -207,12 +209,12 @@ class Compressed:
         """Put back what was taken out, as the reduction has failed."""
         self._compression.remember(self._taken)
 
-    def _take(self) -> dict[Key, Any]:
+    def _take(self) -> dict[Key, Array]:
         """Take out what was lost before, at once: of two reductions in flight the first sends it.
 
         Nothing is taken if something of it does not fit.
         """
-        taken: dict[Key, object] = {}
+        taken: dict[Key, Array] = {}
         try:
             for replica_id, row in zip(self._members, self._rows, strict=True):
                 for index, (leaf, is_coded) in enumerate(zip(row, self._coded, strict=True)):
@@ -225,13 +227,13 @@ class Compressed:
             raise
         return taken
 
-    def _encode_row(self, replica_id: int, row: Sequence[Any]) -> list[Any]:
+    def _encode_row(self, replica_id: int, row: Sequence[Any]) -> list[object]:
         return [
             self._encoded(leaf, (replica_id, index)) if is_coded else leaf
             for index, (leaf, is_coded) in enumerate(zip(row, self._coded, strict=True))
         ]
 
-    def _encoded(self, leaf: Any, key: Key) -> object:
+    def _encoded(self, leaf: Array, key: Key) -> object:
         compression = self._compression
         value = np.asarray(leaf + self._taken[key]) if key in self._taken else leaf
         code = compression.encode(value)
@@ -241,7 +243,7 @@ class Compressed:
             self._lost[key] = compression.lost(value, code)
         return code
 
-    def _decoded(self, code: object, leaf: Any) -> object:
+    def _decoded(self, code: object, leaf: Array) -> object:
         result = self._compression.decode(code, leaf.shape, leaf.dtype)
         result.flags.writeable = False
         return result

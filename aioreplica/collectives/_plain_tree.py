@@ -6,12 +6,9 @@ is executed.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
-from ..tree import Tree, decode, encode
+from ..tree import Array, Tree, decode, encode
 from ._across import Turn, Wire, broadcast_bytes
 
 _SIZE_BYTES = 8
@@ -35,7 +32,7 @@ async def broadcast_tree(turn: Turn, value: Tree, root: int) -> Tree:
     async def carry(wire: Wire, slots: list[bytes]) -> object:
         size = int.from_bytes(slots[root], "little")
         header = json.loads(await broadcast_bytes(wire, data, size, root))
-        found: list[npt.NDArray[Any]] = []
+        found: list[Array] = []
         for dtype, shape in header["arrays"]:
             num_bytes = np.dtype(dtype).itemsize * int(np.prod(shape, dtype=np.int64))
             own = arrays[len(found)].tobytes() if arrays else b""
@@ -46,7 +43,7 @@ async def broadcast_tree(turn: Turn, value: Tree, root: int) -> Tree:
     return await turn.exchange(len(data).to_bytes(_SIZE_BYTES, "little"), carry)
 
 
-def packed_tree(value: Tree) -> tuple[bytes, list[npt.NDArray[Any]]]:
+def packed_tree(value: Tree) -> tuple[bytes, list[Array]]:
     """Return a tree as JSON, and the arrays that it names by number.
 
     Raises:
@@ -58,7 +55,7 @@ def packed_tree(value: Tree) -> tuple[bytes, list[npt.NDArray[Any]]]:
     """
     import json
 
-    arrays: list[npt.NDArray[Any]] = []
+    arrays: list[Array] = []
 
     def leaf(each: object) -> object:
         if not isinstance(each, (np.ndarray, np.generic)) or each.dtype.kind not in "biufcUS":

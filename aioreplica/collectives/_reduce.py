@@ -272,7 +272,7 @@ def gather_difference(first: object, other: object, axis: int) -> str | None:
     return None
 
 
-def concatenate(values: Sequence[object], axis: int) -> Any:
+def concatenate(values: Sequence[object], axis: int) -> object:
     """Join one leaf of every replica along `axis`, in replica order.
 
     Returns:

@@ -227,7 +227,7 @@ def _of_models(
         yield GaugeMetricFamily, "model_failed", "1 while it is failed.", name, True
 
 
-def _of_reader(reader: SnapshotReader) -> Iterable[tuple[Any, str, str, float]]:
+def _of_reader(reader: SnapshotReader) -> Iterable[tuple[object, str, str, float]]:
     try:
         version = reader.read().version
     except OSError:  # nothing can be read: that is told, and there is no version

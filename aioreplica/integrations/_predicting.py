@@ -300,6 +300,6 @@ def _id_of(learner: OnlineLearner, x: object, prediction: object) -> str | None:
         return None
 
 
-def ids(made: Sequence[str | None], *, is_single: bool) -> Mapping[str, Any]:
+def ids(made: Sequence[str | None], *, is_single: bool) -> Mapping[str, object]:
     """Return the ids as the answer has them."""
     return {"id": made[0]} if is_single else {"ids": [*made]}

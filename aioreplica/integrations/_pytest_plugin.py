@@ -159,7 +159,9 @@ def _refuse(item: pytest.Item, reason: str) -> None:
     pytest.skip(f"not explored: {reason}")
 
 
-def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: SubRequest) -> object | None:
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[object], request: SubRequest
+) -> object | None:
     """Leave the fixtures of an explored test to its schedules, which make them anew."""
     fixtures = request._pyfuncitem.stash.get(FIXTURES, None)
     if fixtures is None or not fixtures.is_remade(fixturedef.argname):

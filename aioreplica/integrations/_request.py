@@ -253,7 +253,7 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number in JSON")
 
 
-def only_field(found: Any, name: str) -> Any:  # Any: JSON
+def only_field(found: Any, name: str) -> object:  # Any: JSON
     """Return the value of an object that has this field and no other; refuse anything else."""
     if isinstance(found, dict):
         reasons = [] if name in found else [(name, "is missing")]

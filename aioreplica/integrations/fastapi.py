@@ -78,7 +78,7 @@ def router(service: OnlineService) -> APIRouter:
     return found
 
 
-def _endpoint(route: Route) -> Callable[[], Any]:  # Any: FastAPI takes every awaitable function
+def _endpoint(route: Route) -> Callable[[], object]:
     @final
     class Answer(Response):  # type: ignore[misc]  # Any, since FastAPI need not be installed
         """Lets the route's own application answer, with the request as the server gave it."""

@@ -27,6 +27,7 @@ from ..replica import (
     RunningReplica,
     SyncGroup,
 )
+from ..tree import Tree
 from ..values import DividedVariable, IndexedSlices, Variable, Weighted
 from ._checks import replica_on_device, require_owner, written
 from ._divided_step import name_the_replica, take_divided_step
@@ -381,7 +382,9 @@ def require_replica(place: Place, what: str) -> None:
         )
 
 
-def push_elsewhere(optimizer: object, pairs: Sequence[object], global_step: Variable | None) -> Any:
+def push_elsewhere(
+    optimizer: object, pairs: Sequence[object], global_step: Variable | None
+) -> object:
     """Push gradients to parameter servers, if a closure runs here and they are for variables there.
 
     Returns:
@@ -442,7 +445,7 @@ class BlockingOptimizer:
         *,
         backend: str = "autograd",
         has_aux: bool = False,
-    ) -> Any:
+    ) -> Tree:
         """Differentiate a loss here and apply the gradients; return this replica's own loss.
 
         Args:
@@ -512,7 +515,7 @@ async def minimize(
     backend: str,
     has_aux: bool,
     frame: FrameType,
-) -> Any:
+) -> object:
     value, pairs = await differentiate(optimizer, place, loss, var_list, backend, has_aux)
     if push_elsewhere(optimizer, pairs, global_step) is not None:
         return value
@@ -531,7 +534,7 @@ async def differentiate(
     var_list: Sequence[Variable] | None,
     backend: str,
     has_aux: bool = False,
-) -> tuple[Any, Pairs]:
+) -> tuple[object, Pairs]:
     scale = None if optimizer.loss_scale is None else optimizer.loss_scale.scale
     replica = place.replica
     if not isinstance(replica, RunningReplica):

@@ -15,10 +15,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from itertools import compress
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
-import numpy.typing as npt
 
 from ..collectives import (
     Dealt,
@@ -31,6 +30,7 @@ from ..collectives import (
     reduce_across,
 )
 from ..errors import NonFiniteError
+from ..tree import Array
 from ..typing import ReduceOp
 from ..values import DividedVariable, Division, IndexedSlices, Variable, divided
 from ._blocks import Range, block_jobs, fused_rules
@@ -53,8 +53,6 @@ from ._step import (
     run_stages,
     sum_gradients,
 )
-
-Array: TypeAlias = npt.NDArray[Any]
 
 NOBODY = sys.maxsize
 _FOUND = struct.Struct("<Bqqqd")
@@ -276,7 +274,7 @@ def _stage(
     divisions: Sequence[Division],
     global_step: Variable | None,
     norm: float | None,
-) -> tuple[StagedWrite, Any, list[Moved], list[Job]]:
+) -> tuple[StagedWrite, object, list[Moved], list[Job]]:
     """Do what `_step.apply` does, for the elements of this worker."""
     settings = optimizer.settings
     slots = settings.slots

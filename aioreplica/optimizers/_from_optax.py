@@ -135,7 +135,7 @@ class _FromOptax(JointOptimizer):
         self,
         names: tuple[str, ...],
         gradients: Sequence[Array],
-        factors: Sequence[Any] | None,
+        factors: Sequence[object] | None,
         old: tuple[Array, ...],
     ) -> tuple[Array, ...]:
         known = self._known

@@ -183,7 +183,7 @@ class _Rule:
         if index not in self._examples:
             raise refused[0]
 
-    def _has_fused_step(self, optimizer_class: Any, chosen: Sequence[Mapping[str, Any]]) -> bool:
+    def _has_fused_step(self, optimizer_class: Any, chosen: Sequence[Mapping[str, object]]) -> bool:
         """Tell whether torch takes the whole step in one pass, and the user chose no other way."""
         if any(name in options for options in chosen for name in KINDS_OF_STEP):
             return False
@@ -281,7 +281,7 @@ class _FromTorch(JointOptimizer):
         self._rule = rule
         self._schedule = schedule
 
-    def attributes_of_rule(self) -> Mapping[str, Any]:
+    def attributes_of_rule(self) -> Mapping[str, object]:
         """Return torch's class and its options, and the scheduler."""
         return {"_rule": self._rule, "_schedule": self._schedule}
 

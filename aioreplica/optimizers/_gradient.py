@@ -180,7 +180,7 @@ def checked_pairs(grads_and_vars: Iterable[tuple[object, Any]]) -> tuple[list[An
 
 def merged_pairs(
     grads_and_vars: Iterable[tuple[object, object]],
-) -> tuple[list[list[Any]], list[Variable]]:
+) -> tuple[list[list[object]], list[Variable]]:
     """Do the same for gradients that hold the parts of all replicas.
 
     Returns:

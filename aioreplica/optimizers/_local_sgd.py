@@ -14,7 +14,7 @@ from ..context import PLACE
 from ..devices import OwnedTask, run_together
 from ..errors import ContextError, MergeMismatchError
 from ..replica import Call, Collective, Parts, Pending, RunningReplica, SyncGroup
-from ..tree import Array
+from ..tree import Array, Tree
 from ..typing import ReduceOp
 from ..values import IndexedSlices, Variable
 from ._checks import learning_rate_at, require_cross_replica_context, require_outside_replicas
@@ -139,7 +139,7 @@ class LocalSGD:
         *,
         backend: str = "autograd",
         has_aux: bool = False,
-    ) -> Any:
+    ) -> Tree:
         """Take a step of the optimizer, and exchange if it is time; a collective.
 
         Args:

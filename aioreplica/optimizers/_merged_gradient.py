@@ -29,7 +29,7 @@ from ..collectives import (
     widen_halves,
 )
 from ..errors import NonFiniteError
-from ..tree import Array
+from ..tree import Array, DType
 from ..typing import ReduceOp
 from ..values import Division, IndexedSlices, Variable, Weighted
 from ._gradient import ScaledGradient, is_part
@@ -89,7 +89,7 @@ class MergedGradient:
         self.is_finite = True
         self.is_in_doubt = False
         first = brought[0]
-        self.dtype: np.dtype[Any] = first.dtype
+        self.dtype: DType = first.dtype
         self.num_bytes: int = first.nbytes * len(brought)
 
     @property
@@ -173,7 +173,7 @@ class MergedGradient:
             part = np.multiply(part, self.factor, out=out)
         return part
 
-    def how(self, dtype: np.dtype[Any]) -> tuple[float, ...]:
+    def how(self, dtype: DType) -> tuple[float, ...]:
         """Say how `finished` works as `_kernels.gather` does it, which finds the same bits."""
         inverse, divisor = (1.0, self.divisor)
         if _is_power_of_two(divisor):
@@ -402,7 +402,7 @@ async def merge_over_workers(
 
 async def _scatter(
     turn: Turn,
-    sums: Sequence[Any],
+    sums: Sequence[object],
     variables: Sequence[Variable],
     divisions: Sequence[Division],
     weights: list[float],
@@ -431,7 +431,7 @@ async def _scatter(
 
 async def _sum_here(
     reducer: Reducer, columns: Sequence[Sequence[Any]]
-) -> tuple[Sequence[Any], list[float], Mapping[int, object], bool]:
+) -> tuple[Sequence[object], list[float], Mapping[int, object], bool]:
     """Sum parts without weight 0 over this worker's replicas, and the weights.
 
     Half precision is summed to float32; which sums that is comes with them. A single replica's

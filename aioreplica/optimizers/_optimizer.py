@@ -17,7 +17,7 @@ import numpy as np
 
 from ..context import PLACE
 from ..replica import RunningReplica
-from ..tree import Array
+from ..tree import Array, Tree
 from ..typing import ReduceOp
 from ..values import Variable
 from ._apply_gradients import (
@@ -189,7 +189,7 @@ class Optimizer(UpdateRule):
 
     async def compute_gradients(
         self,
-        loss: Callable[[], Any],
+        loss: Callable[[], object],
         var_list: Sequence[Variable] | None = None,
         *,
         backend: str = "autograd",
@@ -223,7 +223,7 @@ class Optimizer(UpdateRule):
 
     def apply_gradients(
         self,
-        grads_and_vars: Iterable[tuple[Any, Any]],
+        grads_and_vars: Iterable[tuple[object, object]],
         global_step: Variable | None = None,
         *,
         aggregate: bool = True,
@@ -269,13 +269,13 @@ class Optimizer(UpdateRule):
 
     def minimize(
         self,
-        loss: Callable[[], Any],
+        loss: Callable[[], object],
         var_list: Sequence[Variable] | None = None,
         global_step: Variable | None = None,
         *,
         backend: str = "autograd",
         has_aux: bool = False,
-    ) -> Coroutine[object, None, Any]:
+    ) -> Coroutine[object, None, Tree]:
         """Do `compute_gradients` and `apply_gradients`; return this replica's own loss.
 
         Args:
@@ -305,7 +305,7 @@ class Optimizer(UpdateRule):
         return minimize(*args)
 
     async def distributed_apply(
-        self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Variable | None = None
+        self, grads_and_vars: Iterable[tuple[object, object]], global_step: Variable | None = None
     ) -> None:
         """Do what `apply_gradients` does, in cross-replica context.
 

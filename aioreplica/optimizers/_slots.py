@@ -12,6 +12,7 @@ from typing import Any, final
 
 import numpy as np
 
+from ..tree import DType
 from ..typing import VariableAggregation
 from ..values import (
     DividedVariable,
@@ -164,7 +165,7 @@ def value_at_start(name: str, initial: object, restored: Any) -> Any:
     return restored
 
 
-def working_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def working_dtype(dtype: DType) -> DType:
     """Return the dtype that updates are computed in: float32 for float16 and bfloat16."""
     is_half = dtype.itemsize == 2 and is_floating(dtype)
     return np.dtype(np.float32) if is_half else dtype

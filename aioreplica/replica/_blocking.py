@@ -53,7 +53,7 @@ class BlockingCollectives(Collectives):
 
         def merge_call(
             self,
-            merge_fn: Callable[..., Any],
+            merge_fn: Callable[..., object],
             args: Sequence[Tree] = (),
             kwargs: dict[str, Tree] | None = None,
         ) -> Tree: ...
@@ -68,11 +68,11 @@ class BlockingCollectives(Collectives):
         def broadcast(self, value: Tree, source: int = 0) -> Tree: ...
         def barrier(self) -> None: ...  # type: ignore[override]
         def any(self, flag: Any) -> bool: ...  # type: ignore[override]
-        def all(self, flag: Any) -> bool: ...  # type: ignore[override]
+        def all(self, flag: object) -> bool: ...  # type: ignore[override]
         def agree(self, value: T) -> T: ...  # type: ignore[override]
 
     def meet_as(
-        self, name: str, merge_fn: Callable[..., Any], args: tuple[Any, ...], frame: FrameType
+        self, name: str, merge_fn: Callable[..., object], args: tuple[Any, ...], frame: FrameType
     ) -> Any:
         """Do a merge_call that tables show as `name`, called at `frame`; for the library."""
         return self._call(merge_call_named(name), merge_fn, args, None, frame)
@@ -176,7 +176,7 @@ class BlockingContext(BlockingCollectives):
         args: Sequence[object] = (),
         kwargs: dict[str, Tree] | None = None,
         group: bool = True,
-    ) -> Any:
+    ) -> Tree:
         """Run replica 0's `fn(var, *args)` once per component, on the event loop.
 
         Args:
@@ -198,14 +198,14 @@ class BlockingContext(BlockingCollectives):
             synchronise_lane()
         send(self._waiter, self._members, value, to, tag, sys._getframe(1))
 
-    def receive(self, from_: int, tag: Hashable = None) -> Any:
+    def receive(self, from_: int, tag: Hashable = None) -> Tree:
         """Take the next value of another replica; as `ctx.receive`, waiting on the thread."""
         found = receive(self._waiter, self._members, from_, tag, sys._getframe(1))
         return follow_others(found) if self._group.point.has_streams else found
 
     def call_on_host(
         self, fn: Callable[..., object], args: tuple[object, ...], place: Place, name: str
-    ) -> Any:
+    ) -> Tree:
         """Run a plain or async function on the event loop, where `place` is current, and wait.
 
         Stall reports show the replica as waiting for `name`.
@@ -409,7 +409,7 @@ class ClusterNames:
 
 def run_device_program(
     replica: CurrentReplica, fn: Callable[..., object], /, *args: object, **kwargs: object
-) -> Any:
+) -> object:
     """Call `fn` on the calling thread, where the blocking collectives of `replica` are live.
 
     Raises:
@@ -448,10 +448,10 @@ def require_no_loop(name: str) -> None:
     )
 
 
-def _on_the_loop(merge: Callable[..., Any]) -> Callable[..., Any]:
+def _on_the_loop(merge: Callable[..., Any]) -> Callable[..., object]:
     """Make a merge function async, so that the event loop runs it and not a device thread."""
 
-    async def merge_on_the_loop(strategy: object, *args: object) -> Any:
+    async def merge_on_the_loop(strategy: object, *args: object) -> object:
         result = merge(strategy, *args)
         return await result if hasattr(result, "__await__") else result
 

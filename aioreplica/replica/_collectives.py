@@ -340,7 +340,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
         self,
         collective: Collective,
         argument: Any,
-        args: tuple[Any, ...],
+        args: tuple[Tree, ...],
         kwargs: dict[str, Tree] | None,
         frame: FrameType | CallSite,
     ) -> Coroutine[object, None, Tree]:

@@ -441,7 +441,7 @@ class RunningReplica:
         twin._blocking = self.blocking
         return twin
 
-    def stand_in(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def stand_in(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         """Return what ops in a device process get in its place: a call, and its arguments."""
         told = (
             self.local_replica_id, self.group.num_replicas, str(self.device), self.seed, self.step

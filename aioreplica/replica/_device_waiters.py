@@ -47,7 +47,7 @@ class ThreadWaiter(Waiter):
         super().__init__(point, replica)
         self.gate = new_gate(point.loop)
 
-    def meet(self, call: Call) -> Any:
+    def meet(self, call: Call) -> object:
         """Bring a call to the rendezvous; return its part of the merge's result."""
         if not call.position:
             call.context = copy_context()
@@ -92,7 +92,7 @@ class ThreadWaiter(Waiter):
         part = decided.take(call.position)
         return follow_others(part) if point.has_streams else part
 
-    def elsewhere(self, call: Call) -> Any:
+    def elsewhere(self, call: Call) -> object:
         """Raise a ContextError: only the device thread makes the calls of its replica."""
         raise self.misuse(call.collective.name)
 
@@ -146,7 +146,7 @@ class OpWaiter(Waiter):
         super().__init__(point, replica)
         self._ops = ops
 
-    def meet(self, call: Call) -> Any:
+    def meet(self, call: Call) -> object:
         """Have the event loop number a call and bring it to the rendezvous; wait for its result."""
         # Not the rendezvous itself: it belongs to the event loop in a run of tasks, which has no
         # lock.
@@ -155,13 +155,13 @@ class OpWaiter(Waiter):
         waiting = _OpWait(self.point, self.replica, call, loop, self._ops)
         return waiting.result()
 
-    def exchange(self, transfer: Transfer, bring: Bring) -> Any:
+    def exchange(self, transfer: Transfer, bring: Bring) -> object:
         """Have the event loop send or receive, by `bring`; wait for what comes."""
         loop = self.point.loop
         assert loop is not None  # ops of a replica run in runs only
         return _OpWait(self.point, self.replica, transfer, loop, self._ops, bring).result()
 
-    def elsewhere(self, call: Call) -> Any:
+    def elsewhere(self, call: Call) -> object:
         """Make a call in the thread of an op; a ContextError anywhere else."""
         if not self.is_in_op():
             raise self.misuse(call.collective.name)

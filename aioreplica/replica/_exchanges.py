@@ -114,7 +114,7 @@ class ConcatenatingCollective(Collective):
         return [unflatten(spec, row) for row in zip(*columns, strict=True)]
 
     @abstractmethod
-    def exchange(self, column: Sequence[Any], axis: int) -> list[Any]:
+    def exchange(self, column: Sequence[object], axis: int) -> list[object]:
         """Return what each replica gets of one leaf."""
 
     def _empty(self, calls: Sequence[Call]) -> Parts:
@@ -127,7 +127,7 @@ class AllGather(ConcatenatingCollective):
 
     __slots__ = ()
 
-    def exchange(self, column: Sequence[object], axis: int) -> list[Any]:
+    def exchange(self, column: Sequence[object], axis: int) -> list[object]:
         """Share what was joined."""
         return share(concatenate(column, axis), column)
 
@@ -138,7 +138,7 @@ class AllToAll(ConcatenatingCollective):
 
     __slots__ = ()
 
-    def exchange(self, column: Sequence[object], axis: int) -> list[Any]:
+    def exchange(self, column: Sequence[object], axis: int) -> list[object]:
         """Join the i-th pieces for replica i."""
         count = len(column)
         cut = [pieces(_array(leaf), count, axis) for leaf in column]
@@ -201,7 +201,7 @@ def _inline_or_not(group: SyncGroup, num_bytes: int, work: Callable[[], Parts]) 
     return Pending(run_together([work]), lambda results: results[0])
 
 
-def _copies(leaf: Any, count: int) -> list[Any]:
+def _copies(leaf: Any, count: int) -> list[object]:
     if type(leaf) is np.ndarray:
         copy = leaf.copy()
         copy.flags.writeable = False

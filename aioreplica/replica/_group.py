@@ -112,7 +112,7 @@ class ReplicaGroup(RunControl):
         return self.point.is_aborted
 
     @property
-    def works(self) -> list[asyncio.Future[Any] | None]:
+    def works(self) -> list[asyncio.Future[object] | None]:
         """The task of each replica, or the op of its plain function."""
         return [replica.work for replica in self.replicas]
 
@@ -140,7 +140,7 @@ class ReplicaGroup(RunControl):
         places: Sequence[Place],
         lane_names: Sequence[str],
         completions: CompletionQueue,
-        calls: Sequence[tuple[Callable[..., object], tuple[object, ...], dict[str, Any]]],
+        calls: Sequence[tuple[Callable[..., object], tuple[object, ...], dict[str, object]]],
     ) -> None:
         """Put each call of a plain function on its replica's lane, all in one go."""
         self._num_left = self.num_replicas
@@ -245,7 +245,7 @@ class ReplicaGroup(RunControl):
         if not self.is_over and self._loop is not None:
             self._recancel = self._loop.call_later(delay, self._cancel_again, delay)
 
-    def _ended(self, replica: Replica, work: asyncio.Future[Any]) -> None:
+    def _ended(self, replica: Replica, work: asyncio.Future[object]) -> None:
         """Record a replica's end, one loop cycle after it."""
         self._num_left -= 1
         point = self.point

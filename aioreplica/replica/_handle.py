@@ -12,6 +12,7 @@ from .._functions import is_async, require_finished, require_no_yield
 from ..context import PLACE, Place
 from ..devices import require_loop
 from ..errors import ContextError
+from ..tree import Tree
 from ._errors import is_loop_running, outlived_op_error
 from ._meeting import Call, Collective, Generation, SyncGroup, new_call
 from ._meeting_point import MeetingPoint, TaskWaiter
@@ -90,7 +91,7 @@ class Handle(Awaitable[Any]):
         waiter = self._generation.waiter
         return waiter is not None and waiter.cancelled()
 
-    def result(self) -> Any:
+    def result(self) -> Tree:
         """Return the result.
 
         Raises:

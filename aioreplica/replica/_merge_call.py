@@ -196,7 +196,7 @@ def merge_call_named(name: str) -> Collective:
 Merge = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-def create_variable(initial_value: object, options: dict[str, Any]) -> Merge:
+def create_variable(initial_value: object, options: dict[str, object]) -> Merge:
     """Return the merge function and arguments that create a variable.
 
     The options travel too, as text and functions, which have to be equal on all replicas.

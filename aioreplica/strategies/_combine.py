@@ -33,7 +33,7 @@ from ..collectives import (
 )
 from ..devices import INLINE_BYTES, Device, require_device, run_together
 from ..replica import joined_text, payload_signature
-from ..tree import LEAF_SPEC, TreeSpec, flatten, leaves, map_leaves, unflatten
+from ..tree import LEAF_SPEC, Tree, TreeSpec, flatten, leaves, map_leaves, unflatten
 from ..typing import ReduceOp, VariableAggregation
 from ..values import (
     DistributedValues,
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 Axis = int | tuple[int, ...] | None
 
-Local: TypeAlias = tuple[list[Any], Mapping[int, Any]]
+Local: TypeAlias = tuple[list[Tree], Mapping[int, Tree]]
 """What a worker has made of its replicas' leaves, and the dtypes of those that were widened."""
 
 
@@ -87,7 +87,7 @@ async def _reduce_columns(
     op: ReduceOp,
     columns: Sequence[Sequence[object]],
     options: CommunicationOptions | None,
-) -> list[Any]:
+) -> list[object]:
     reduced: list[object] = [None] * len(columns)
     for size in {len(column) for column in columns}:
         chosen = [i for i, column in enumerate(columns) if len(column) == size]
@@ -134,7 +134,7 @@ def _add_columns(
     op: ReduceOp,
     leaf: object,
     replicas: Replicas,
-    columns: list[Sequence[Any]],
+    columns: list[Sequence[object]],
     axis: Axis = None,
 ) -> TreeSpec:
     """Add the columns of one distributed leaf, checked; return the structure of a component."""
@@ -151,7 +151,7 @@ def _add_columns(
     return spec
 
 
-async def gather_tree(replicas: Replicas, value: object, axis: int) -> Any:
+async def gather_tree(replicas: Replicas, value: object, axis: int) -> object:
     """Join every distributed leaf of a pytree along `axis`."""
     joined = await _maybe_in_thread(
         value, lambda: map_leaves(lambda leaf: _gather_leaf(leaf, axis, replicas), value)
@@ -191,7 +191,7 @@ async def reduce_pairs(
     return results
 
 
-async def broadcast_value(replicas: Replicas, value: object, destinations: object) -> Any:
+async def broadcast_value(replicas: Replicas, value: object, destinations: object) -> object:
     """Return a Mirrored of `value` with an entry per destination device."""
     what = "extended.broadcast_to"
     count = _require_destination(destinations, replicas, what) or 1
@@ -210,7 +210,7 @@ async def broadcast_value(replicas: Replicas, value: object, destinations: objec
     return _mirrored(frozen, count)
 
 
-def local_results(value: object, members: Sequence[int] | None = None) -> tuple[Any, ...]:
+def local_results(value: object, members: Sequence[int] | None = None) -> tuple[object, ...]:
     """Return one tree per replica, or `(value,)` if nothing in it is distributed.
 
     Args:
@@ -315,7 +315,7 @@ def _merge_components(parts: Sequence[object], merge: Callable[[Sequence[Any]], 
     return unflatten(spec, [merge(column) for column in columns])
 
 
-def _common_spec(flattened: Sequence[tuple[list[Any], TreeSpec]]) -> TreeSpec:
+def _common_spec(flattened: Sequence[tuple[list[object], TreeSpec]]) -> TreeSpec:
     spec = flattened[0][1]
     for replica_id, (_, other) in enumerate(flattened):
         if other != spec:
@@ -415,7 +415,7 @@ def _require_destination(
 
 async def reduce_leaves_across(
     workers: Workers, op: ReduceOp, name: str, local: Callable[[], Awaitable[Local]]
-) -> list[Any]:
+) -> list[object]:
     """Reduce here, in the turn of the operation, then over the workers.
 
     Args:
@@ -431,7 +431,7 @@ async def reduce_leaves_across(
 
 async def reduce_axis_across(
     workers: Workers, op: ReduceOp, column: Sequence[object], axis: int | tuple[int, ...]
-) -> Any:
+) -> object:
     """Reduce one leaf over axes of each component and over the replicas of all workers."""
     axes = axis if isinstance(axis, tuple) else (axis,)
     if op is not ReduceOp.MEAN:
@@ -455,7 +455,7 @@ async def reduce_axis_across(
     return mean[()] if mean.ndim == 0 else mean
 
 
-async def read_variable(workers: Workers | None, variable: Variable, what: str) -> Any:
+async def read_variable(workers: Workers | None, variable: Variable, what: str) -> object:
     """Return what a reader outside the replicas sees of a variable of all workers."""
     how = variable.aggregation
     if workers is None or variable.is_mirrored or how is VariableAggregation.NONE:
@@ -463,7 +463,7 @@ async def read_variable(workers: Workers | None, variable: Variable, what: str) 
     return await workers.aggregate(what, variable.name, how, variable.components)
 
 
-async def gather_leaves_across(workers: Workers, tree: object, axis: int) -> list[Any]:
+async def gather_leaves_across(workers: Workers, tree: object, axis: int) -> list[object]:
     """Join the leaves that each worker has joined."""
     leaves, spec = flatten(tree)
     text = payload_signature(leaves, spec if leaves else LEAF_SPEC, _joined(axis)) if leaves else ""

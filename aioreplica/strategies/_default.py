@@ -23,6 +23,7 @@ from ..context import PLACE, REGISTRY
 from ..devices import running_loop
 from ..errors import ContextError
 from ..replica import ProcessContext, ReplicaContext, ReplicaGroup, RunningReplica
+from ..tree import Tree
 from ..values import PlainVariable, default_store
 from ._launch import RunOptions
 from ._strategy import Strategy
@@ -53,15 +54,15 @@ class DefaultStrategy(Strategy):
 
         @overload  # type: ignore[override]  # no PerReplica
         async def run(
-            self, fn: Callable[..., Coroutine[object, None, R]], args: Sequence[Any] = ...,
-            kwargs: dict[str, Any] | None = ..., options: RunOptions | None = ...,
+            self, fn: Callable[..., Coroutine[object, None, R]], args: Sequence[Tree] = ...,
+            kwargs: dict[str, Tree] | None = ..., options: RunOptions | None = ...,
         ) -> R: ...  # fmt: skip
         @overload
         async def run(
-            self, fn: Callable[..., R], args: Sequence[Any] = ...,
-            kwargs: dict[str, Any] | None = ..., options: RunOptions | None = ...,
+            self, fn: Callable[..., R], args: Sequence[Tree] = ...,
+            kwargs: dict[str, Tree] | None = ..., options: RunOptions | None = ...,
         ) -> R: ...  # fmt: skip
-        async def run(self, *args: Any, **kwargs: object) -> Any: ...
+        async def run(self, *args: Any, **kwargs: object) -> Tree: ...
 
     def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
         raise copy.Error("DefaultStrategy cannot be copied: it is the absence of a strategy.")

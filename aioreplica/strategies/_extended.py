@@ -130,7 +130,7 @@ class Extended:
         value: Tree,
         destinations: object,
         options: CommunicationOptions | None = None,
-    ) -> Any:
+    ) -> Tree:
         """Reduce values over replicas, to where a destination lives.
 
         Args:
@@ -168,9 +168,9 @@ class Extended:
     async def batch_reduce_to(
         self,
         op: ReduceOp | OpName,
-        value_destination_pairs: Iterable[tuple[object, Any]],
+        value_destination_pairs: Iterable[tuple[object, object]],
         options: CommunicationOptions | None = None,
-    ) -> list[Any]:
+    ) -> list[Tree]:
         """Reduce several values together, each to its own destination; see `reduce_to`.
 
         Args:
@@ -198,7 +198,7 @@ class Extended:
                 )
         return await reduce_pairs(self._replicas, op, pairs, what, options)
 
-    async def broadcast_to(self, x: Tree, destinations: object) -> Any:
+    async def broadcast_to(self, x: Tree, destinations: object) -> Tree:
         """Put one value where a destination lives.
 
         Args:
@@ -422,7 +422,7 @@ class Extended:
 
     async def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    ) -> Tree:
         """Run `fn` once per replica: the same as `strategy.run`, which it calls.
 
         Raises:
@@ -533,12 +533,12 @@ class GroupView:
         """Devices, updates of single components, and reductions of the group's values."""
         return Extended(self._replicas.runtime, self.members)
 
-    async def reduce(self, op: ReduceOp | OpName, value: object, axis: Axis = None) -> Any:
+    async def reduce(self, op: ReduceOp | OpName, value: object, axis: Axis = None) -> Tree:
         """Reduce values over the members, as `Strategy.reduce` does over all replicas."""
         self._open("reduce", "ctx.group(members).all_reduce(op, value)")
         return await reduce_tree(self._replicas, ReduceOp.parse(op), value, axis)
 
-    async def gather(self, value: object, axis: int) -> Any:
+    async def gather(self, value: object, axis: int) -> Tree:
         """Join the members' components along `axis`, in the order of their ids."""
         self._open("gather", "ctx.group(members).all_gather(value, axis)")
         return await gather_tree(self._replicas, value, axis)

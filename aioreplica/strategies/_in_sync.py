@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from ..collectives import gather_across
 from ..devices import INLINE_BYTES, run_on_host
 from ..errors import ContextError, OutOfSyncError
+from ..tree import Array
 from ..values import Variable, is_own
 from ._runtime import Runtime
 
 if TYPE_CHECKING:
     from ..cluster import Workers
 
-Array: TypeAlias = Any  # arrays of every dtype
 Named: TypeAlias = tuple[str, tuple[Array, ...]]
 
 _X87_BYTES = 10  # of an extended-precision number; the rest of its 12 or 16 is never written

@@ -13,6 +13,7 @@ from ..context import PLACE, Place
 from ..devices import HOST, CompletionQueue, require_threads
 from ..errors import ContextError
 from ..replica import SEND_BOUND, ReplicaGroup, RunningReplica, run_device_program
+from ..tree import Tree
 from ..values import regroup_results, split_per_replica
 from ._runtime import Runtime
 
@@ -68,10 +69,10 @@ async def launch(
     runtime: Runtime,
     fn: Callable[..., Any],
     args: Sequence[object],
-    kwargs: dict[str, Any] | None,
+    kwargs: dict[str, Tree] | None,
     options: RunOptions,
     across: WorkersRun | None = None,
-) -> Any:
+) -> object:
     """Run `fn` once per replica and regroup what the replicas return."""
     runs_on_loop = is_async(fn)
     if not runs_on_loop:
@@ -175,7 +176,7 @@ class Run:
         return Run(runtime, group, replicas, [Place(runtime, own) for own in replicas], port)
 
     def start_programs(
-        self, calls: Sequence[tuple[Callable[..., object], tuple[object, ...], dict[str, Any]]]
+        self, calls: Sequence[tuple[Callable[..., object], tuple[object, ...], dict[str, object]]]
     ) -> None:
         """Put one plain call per replica on the device lanes, all in one go."""
         programs = [
@@ -208,9 +209,9 @@ def _nested_programs_error(runtime: Runtime, fn: object) -> ContextError:
 
 def _make_coroutines(
     fn: Callable[..., Coroutine[object, None, Any]],
-    all_args: Sequence[Any],
-    all_kwargs: Sequence[dict[str, Any]],
-) -> list[Coroutine[object, None, Any]]:
+    all_args: Sequence[Tree],
+    all_kwargs: Sequence[dict[str, Tree]],
+) -> list[Coroutine[object, None, object]]:
     made: list[Coroutine[object, None, object]] = []
     try:
         for args, kwargs in zip(all_args, all_kwargs, strict=True):

@@ -317,7 +317,7 @@ def _checked(
     stages: Sequence[Callable[..., object]],
     micro_batches: Sequence[tuple[object, object]],
     schedule: str,
-) -> list[tuple[Any, Any]]:
+) -> list[tuple[object, object]]:
     """Return the micro-batches as pairs."""
     num_replicas = ctx.num_replicas_in_sync
     if len(stages) != num_replicas:

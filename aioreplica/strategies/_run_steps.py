@@ -23,6 +23,7 @@ from ..device_loop import (
 )
 from ..devices import require_threads, run_on_host
 from ..errors import ContextError
+from ..tree import Tree
 from ..values import split_per_replica
 from ._combine import reduce_tree
 from ._launch import Run, RunOptions
@@ -48,9 +49,9 @@ class LoopPlan:
     """
 
     fn: Callable[..., Any]
-    given: Any
+    given: Tree
     num_steps: int
-    initial: Mapping[str, Any]
+    initial: Mapping[str, Tree]
     options: RunOptions
     compile: str | None = None
     every: int | None = None

@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # these load when they are used
 
 T = TypeVar("T")
 AsyncFunction: TypeAlias = Callable[..., Coroutine[object, None, T]]
-Args: TypeAlias = Sequence[Any]
-Kwargs: TypeAlias = dict[str, Any] | None
+Args: TypeAlias = Sequence[Tree]
+Kwargs: TypeAlias = dict[str, Tree] | None
 Opts: TypeAlias = RunOptions | None
 L = TypeVar("L", bound=np.ndarray[Any, Any] | np.generic | complex | str | bytes)
 """Leaf of a result, which `run` puts into a PerReplica; anything else is regrouped by its type."""
@@ -97,14 +97,14 @@ class Strategy:
     @overload
     async def run(
         self, fn: Callable[..., Any], args: Args = ..., kwargs: Kwargs = ..., options: Opts = ...
-    ) -> Any: ...
+    ) -> Tree: ...
     async def run(
         self,
         fn: Callable[..., Any],
         args: Sequence[Tree] = (),
         kwargs: dict[str, Tree] | None = None,
         options: RunOptions | None = None,
-    ) -> Any:
+    ) -> Tree:
         """Run `fn` once per replica, all at once, and return the regrouped results.
 
         Args:
@@ -149,9 +149,9 @@ class Strategy:
     async def run_steps(
         self,
         fn: Callable[..., Any],
-        iterator: Any,
+        iterator: object,
         iterations: int | None = None,
-        initial_loop_values: dict[str, Any] | None = None,
+        initial_loop_values: dict[str, Tree] | None = None,
         options: RunOptions | None = None,
         *,
         compile: Literal["jax"] | None = None,  # noqa: A002 - as the peers call it
@@ -221,7 +221,7 @@ class Strategy:
 
     # ---- combining -----------------------------------------------------------------------
 
-    async def reduce(self, op: ReduceOp | OpName, value: Tree, axis: Axis = None) -> Any:
+    async def reduce(self, op: ReduceOp | OpName, value: Tree, axis: Axis = None) -> Tree:
         """Reduce values over replicas, and over `axis` of each component too.
 
         Args:
@@ -250,7 +250,7 @@ class Strategy:
         runtime.open()
         return await reduce_tree(Replicas(runtime), ReduceOp.parse(op), value, axis)
 
-    async def gather(self, value: Tree, axis: int) -> Any:
+    async def gather(self, value: Tree, axis: int) -> Tree:
         """Join the components of distributed values along `axis`, in replica order.
 
         Raises:
@@ -289,7 +289,7 @@ class Strategy:
     # ---- feeding ---------------------------------------------------------------------------
 
     def distribute_dataset(
-        self, dataset: Any, options: InputOptions | None = None
+        self, dataset: object, options: InputOptions | None = None
     ) -> DistributedDataset:
         """Split each global batch of a dataset over the replicas.
 
@@ -321,7 +321,7 @@ class Strategy:
 
     def distribute_datasets_from_function(
         self,
-        dataset_fn: Callable[[InputContext], Any],
+        dataset_fn: Callable[[InputContext], object],
         options: InputOptions | None = None,
     ) -> DistributedDataset:
         """Feed the replicas from datasets of batches that are already of one replica's size.
@@ -351,7 +351,7 @@ class Strategy:
 
         return distribute_from_function(input_target(self._runtime), dataset_fn, options)
 
-    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+    def distribute_values_from_function(self, value_fn: Callable[[ValueContext], object]) -> Tree:
         """Call `value_fn(ValueContext)` once per replica, in order; return a PerReplica.
 
         Under the default strategy, the one value itself.

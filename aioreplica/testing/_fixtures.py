@@ -184,7 +184,7 @@ class Made:
         self._values[name, level] = value
         return value
 
-    def value_now(self, name: str) -> Any:
+    def value_now(self, name: str) -> object:
         """Return what a fixture is, to a plain function.
 
         Raises:

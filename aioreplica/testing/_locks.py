@@ -25,7 +25,7 @@ REAL_RLOCK: Final[Any] = threading.RLock
 MAX_BLOCKED_STEPS: Final = 10_000
 
 
-def lock_class(simulation: Simulation) -> Any:
+def lock_class(simulation: Simulation) -> object:
     """Return what stands for `threading.Lock` while schedules run."""
 
     class Lock:
@@ -37,7 +37,7 @@ def lock_class(simulation: Simulation) -> Any:
     return Lock
 
 
-def rlock_class(simulation: Simulation) -> Any:
+def rlock_class(simulation: Simulation) -> object:
     """Return what stands for `threading.RLock` while schedules run."""
 
     class RLock:

@@ -68,7 +68,7 @@ def _find_step_type() -> type:
     seen: list[Any] = []
 
     class Probe(asyncio.BaseEventLoop):
-        def call_soon(self, callback: Any, *_: Any, **__: Any) -> Any:
+        def call_soon(self, callback: Any, *_: object, **__: object) -> Any:
             seen.append(callback)
 
     async def nothing() -> None: ...

@@ -163,7 +163,7 @@ class Network:
         type: int = 0,  # noqa: A002 - the name in socket.getaddrinfo
         proto: int = 0,
         flags: int = 0,
-    ) -> list[Any]:
+    ) -> list[object]:
         """Answer as `socket.getaddrinfo` does."""
         address = self.resolve(host, is_passive=bool(flags & socket.AI_PASSIVE))
         is_six = ":" in address

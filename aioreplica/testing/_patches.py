@@ -239,7 +239,7 @@ OWN: Final = "aioreplica.testing"
 STANDARD: Final = sys.stdlib_module_names
 
 
-def imported_names(real: Mapping[int, object]) -> Iterator[tuple[Any, str, Any]]:
+def imported_names(real: Mapping[int, object]) -> Iterator[tuple[object, str, object]]:
     """Yield module, name and value wherever a module knows one of some objects by a name.
 
     Args:

@@ -296,7 +296,7 @@ class PoolOp:
             self._go_on(run)
 
 
-def called_by(fn: Any, args: tuple[object, ...]) -> Any:
+def called_by(fn: Any, args: tuple[object, ...]) -> object:
     """Return what a call calls, inside `partial` and contexts of its own."""
     if isinstance(fn, partial):
         fn, args = fn.func, (*fn.args, *args)
@@ -533,7 +533,7 @@ class PoolTable:
         fn: Callable[..., object],
         args: tuple[object, ...],
         waits: Any = None,
-    ) -> Any:
+    ) -> asyncio.Future[Any]:
         """Submit a call; return the asyncio future of its result, of the loop that waits for it."""
         if type(fn) is FunctionType and fn.__code__.co_flags & CO_COROUTINE:
             raise TypeError("coroutines cannot be used with run_in_executor()")

@@ -535,7 +535,7 @@ class OrderedSet(set[Any]):
         yield from [each for each in self._order if inside(each)]
         yield from [each for each in super().__iter__() if each not in known]
 
-    def pop(self) -> Any:
+    def pop(self) -> object:
         """Take out the first member."""
         for each in self:
             self.remove(each)
@@ -564,7 +564,7 @@ def as_completed(fs: Iterable[Any], *, timeout: float | None = None) -> Any:
     return real_as_completed([asyncio.ensure_future(each) for each in fs], timeout=timeout)
 
 
-def all_tasks(loop: Any = None) -> set[Any]:
+def all_tasks(loop: Any = None) -> set[object]:
     """Return all tasks, in the order of their making."""
     return OrderedSet(sorted(real_all_tasks(loop), key=_number))
 

@@ -157,7 +157,7 @@ def program_classes() -> list[type]:
 
 def numbered(
     cls: Any, simulation: Simulation, hashed: dict[str, None] | None = None
-) -> list[tuple[Any, str, Callable[..., Any]]]:
+) -> list[tuple[object, str, Callable[..., object]]]:
     """Return what to replace in a class, so that those that a run makes hash by a number.
 
     Args:

@@ -65,10 +65,10 @@ class StreamLoop:
         protocol_factory: Callable[[], asyncio.BaseProtocol],
         path: Any = None,
         *,
-        ssl: Any = None,
+        ssl: object = None,
         sock: Any = None,
         server_hostname: str | None = None,
-        **rest: Any,
+        **rest: object,
     ) -> Any:
         """Connect to who listens at a path."""
         loop: Any = self
@@ -174,14 +174,14 @@ class NetworkLoop(StreamLoop):
         self.is_here: Callable[[], bool] | None = None
 
     def call_from_thread(
-        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
-    ) -> Any:
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> object:
         """Register a callback, and note if a thread does that no schedule decides about."""
         if self.is_here is not None and not self.is_here():
             self.notes[REAL_THREAD.format(threading.current_thread().name)] = None
         return self.call_soon(callback, *args, context=context)
 
-    def create_future(self) -> asyncio.Future[Any]:
+    def create_future(self) -> asyncio.Future[object]:
         """Make a future; where there is a network, one whose place in a set is known."""
         loop: Any = self
         return asyncio.Future(loop=loop) if self.network is None else SimFuture(loop=loop)

@@ -142,9 +142,9 @@ async def test_slots_and_settings_go_on_as_in_a_program_that_lost_nothing(tmp_pa
     values = []
     for is_lost in (False, True):
         async with program(tmp_path / str(is_lost)) as it:
-            for target in (1.0, 2.0):
+            for target in (1.0, 2.0):  # one by one: a rule with momentum minds their order
                 await it.coordinator.schedule(descend, (it.table, it.optimizer, target))
-            await it.coordinator.join()
+                await it.coordinator.join()
             await it.saved.save(1, it.state)
             if is_lost:
                 await it.coordinator.schedule(descend, (it.table, it.optimizer, 9.0))
