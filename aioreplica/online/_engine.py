@@ -6,35 +6,29 @@ Between two steps the variables are those of `serving.newest`, and nothing else 
 from __future__ import annotations
 
 import asyncio
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from typing import final
 
 from ..checkpoint import Savepoint, model_variables
 from ..context import Living
 from ..devices import OwnedTask, running_loop
-from ..errors import JournalError, LoopMismatchError, StallError
+from ..errors import JournalError, LoopMismatchError
 from ..tree import Tree
 from ._intake import Intake, Taken, dead_error
 from ._journal import DeadLetters, OpenJournal
 from ._journal_format import MAIN
-from ._models import Models
+from ._models import CLOSED, Models, close, end, end_source, end_task, finish
 from ._publishing import Publishing
 from ._records import StepRecord
-from ._rollback import RollbackRequest, answer_request, refuse_all
+from ._rollback import RollbackRequest, answer_request
 from ._saving import Saving
 from ._serving import Serving
 from ._settings import Settings
 from ._sources import followers
 from ._step import Learning, StepResult
 from ._ticket import RecordStream, Signal
-
-UNDO_S = 1.0
-"""Seconds that a step may take to end and be undone after the time to close is over."""
-
-CLOSED = "The learner is closed. Use it inside `async with`."
 
 
 @final
@@ -84,6 +78,9 @@ class Engine:
         self.is_paused = False
         self.is_closing = False
         self.is_closed = False
+        self.is_finished = False  # closing: all is learned, and saved if that could be
+        self.close_by: float | None = None  # by the loop's clock; None for no limit
+        self.closing: OwnedTask[None] | None = None  # of the others, by the owner
         self.backlog_end = 0
         self._waits_since: float | None = None  # when rows were seen that are not read yet
         self._num_dead_told = 0
@@ -170,50 +167,42 @@ class Engine:
         """See `OnlineLearner.aclose`; `grace_s` takes the place of the setting."""
         main = self._main
         if main is not None:
-            await _close(self, main, self.settings.grace_s if grace_s is None else grace_s)
+            if not self.loop.is_closed():
+                require_loop(self)
+            self.is_closing, self.learning.retries = True, False
+            self.intake.close(CLOSED)
+            try:
+                await close(self, main, self.settings.grace_s if grace_s is None else grace_s)
+            finally:
+                self._main = None
 
     async def _run(self) -> None:
         commits = publishing = None
         async with AsyncExitStack() as ends:
-            ends.callback(self._end)
+            ends.callback(end, self)
             if self.journal is not None and self.is_owner:
                 ends.push_async_callback(self.journal.aclose)
                 ends.push_async_callback(self.models.end)
                 watching = OwnedTask(self.models.watch(), "online models")
-                ends.push_async_callback(_end_task, watching)
+                ends.push_async_callback(end_task, watching)
                 commits = OwnedTask(self.intake.commit_forever(), "online commits")
-                ends.push_async_callback(_end_task, commits)
+                ends.push_async_callback(end_task, commits)
                 commits.when_done(lambda _error: self.changed.give())
+                self.closing = OwnedTask(self.models.close(commits), "online models closing")
+                ends.push_async_callback(end_task, self.closing)
             for each in self.followers:
                 following = OwnedTask(each.run(), f"online source {each.name}")
-                ends.push_async_callback(_end_source, following)
+                ends.push_async_callback(end_source, following)
             ends.push_async_callback(self.saving.aclose)
             if self.settings.publish_to is not None:
                 publishing = OwnedTask(self.publishing.run(), "online snapshots")
-                ends.push_async_callback(_end_task, publishing)
+                ends.push_async_callback(end_task, publishing)
             while not (self._is_drained and (commits is None or commits.is_done)):
                 await self._act()
-            problem = await self.dead.save()
-            if problem:
-                raise JournalError(f"Dead letters were not written down: {problem}")
-            await self.saving.finish(self.learning.settled_number, self.version, self.kept)
-            if self.is_owner:
-                await self.models.close()
+            await finish(self)
             if publishing is not None:
-                await _end_task(publishing)  # else its older version may be the last to be written
+                await end_task(publishing)  # else its older version may be the last to be written
                 await self.publishing.finish()
-
-    def _end(self) -> None:
-        self.is_closing = self.is_closed = True
-        self.intake.close(CLOSED)
-        self.intake.abandon(
-            "The learner was closed before the example was learned. "
-            + ("The journal has it." if self.journal is not None else "It is lost.")
-        )
-        refuse_all(self.requests)
-        for stream in self.streams:
-            stream.close()
-        self.changed.give()
 
     @property
     def _is_drained(self) -> bool:
@@ -445,72 +434,3 @@ def require_loop(engine: Engine) -> None:
             "The learner runs on another event loop. Call it there, for example with "
             "asyncio.run_coroutine_threadsafe(learner.submit(example), loop)."
         )
-
-
-async def _close(engine: Engine, main: OwnedTask[None], grace_s: float | None) -> None:
-    """Let an engine learn what was taken, within its grace, and save."""
-    if not engine.loop.is_closed():
-        require_loop(engine)
-    engine.is_closing, engine.learning.retries = True, False
-    engine.intake.close(CLOSED)
-    engine.changed.give()
-    try:
-        async with asyncio.timeout(grace_s):
-            await main.done_or_cancelled()
-    except TimeoutError:
-        await _cut_short(engine, main, grace_s)
-    except asyncio.CancelledError:
-        main.cancel()
-        await main.ended(through_interrupt=True)
-        raise
-    finally:
-        engine._main = None
-        if main.is_done and not engine.is_closed:  # it was cancelled before it had begun
-            if engine.journal is not None and engine.is_owner:
-                await engine.models.end()
-                await engine.journal.aclose()
-            engine._end()
-    if not main.task.cancelled():  # by another caller, or the end of the loop
-        await main
-
-
-async def _cut_short(engine: Engine, main: OwnedTask[None], grace_s: float | None) -> None:
-    """End a learner whose time to close is over; the step under way is undone.
-
-    Raises:
-        StallError: If that step does not end, as it is on a thread.
-    """
-    left = engine.owner.intake.last_number - engine.learning.learned_number
-    main.cancel()
-    with suppress(TimeoutError):
-        async with asyncio.timeout(UNDO_S):
-            await main.done_or_cancelled()
-        where = "the journal has them" if engine.journal is not None else "they are lost"
-        warnings.warn(
-            f"The learner was closed after {grace_s:g} s with {left} examples left: {where}.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return
-    running_s = engine.learning.under_way.running_s
-    step = f"a step has been running for {running_s:.1f} s on the thread of a device, where nothing"
-    what = f"{step} can end it" if running_s else "the disk does not take what it has to write"
-    raise StallError(
-        f"The learner cannot be closed: {what}. End the process; the next one on the journal "
-        "learns what is left.",
-        timeout_s=grace_s,
-    )
-
-
-async def _end_task(task: OwnedTask[None]) -> None:
-    task.cancel()
-    await task.ended(through_interrupt=True)
-
-
-async def _end_source(task: OwnedTask[None]) -> None:
-    """End a task that runs code of users, which may swallow a cancellation."""
-    while not task.is_done:
-        task.cancel()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(UNDO_S):
-                await task.done_or_cancelled()

@@ -13,12 +13,13 @@ from ..errors import ContextError
 from ..strategies import Strategy
 from ..tree import Tree
 from ..values import Snapshot
-from ._engine import CLOSED, Engine, require_loop
+from ._engine import Engine, require_loop
 from ._intake import ExampleGroup, checked_group
 from ._journal import Journal
 from ._journal_format import MAIN
 from ._labels import expect, expected, label, replayed, taken_again
 from ._migration import Migration
+from ._models import CLOSED
 from ._prequential import Prequential
 from ._records import DeadLetter
 from ._rollback import RollbackRequest, checked

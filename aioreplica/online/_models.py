@@ -12,6 +12,10 @@ Invariants:
       promotion and what follows from it in memory.
     * Only the champion tells tickets, and frees places of the queue.
     * A version that the champion serves is larger than all that earlier champions have served.
+    * All waits have an end if there is a time to close, but for one that is cancelled: the learner
+      that has the journal gives that back when its own step has ended, never before.
+    * Other models are closed beside the one that has the journal, so one that hangs takes neither
+      time nor its checkpoint from another one.
 """
 
 from __future__ import annotations
@@ -24,22 +28,24 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, final
 
 from ..devices import OwnedTask
-from ..errors import CheckpointError, ContextError, JournalError, StallError
+from ..errors import CheckpointError, JournalError, StallError
 from ._failures import described
 from ._intake import dead_error
 from ._journal_format import MAIN
 from ._journal_models import Consumer
+from ._rollback import refuse_all
 from ._saving import refuse_waiters
 from ._settings import Challenger
 
 if TYPE_CHECKING:
     from ._engine import Engine
 
+CLOSED = "The learner is closed. Use it inside `async with`."
+UNDO_S = 1.0
+"""Seconds that a step may take to end and be undone after the time to close is over."""
 LOGGER = logging.getLogger("aioreplica.online")
 CLOSE_S = 10.0
 """Seconds that closing a challenger may take, if neither it nor the learner says."""
-UNDO_S = 1.0
-"""Seconds that a challenger may take to end once it is cancelled."""
 ROOM = 100
 """Versions that the champion may publish while another one is promoted."""
 MAX_TRIES = 20
@@ -329,28 +335,47 @@ class Models:
 
     # ---- closing -------------------------------------------------------------------------
 
-    async def close(self) -> None:
-        """Let the challengers learn what there is, and save; what goes wrong is warned of.
+    async def close(self, commits: OwnedTask[None]) -> None:
+        """Let the others learn what there is, once nothing more is taken, and save.
+
+        They are closed side by side, and what goes wrong in one is warned of.
+
+        Args:
+            commits: Saves what was taken; it has ended then.
 
         Raises:
             Exception: As `OnlineLearner.aclose`, if it is the champion that is closed.
         """
-        refuse_waiters(self._owner.saving)  # it saves no more, so none may wait for that
-        async with self._turn:
-            await self._promoted()
-            self._is_closing = True
-        given = self._owner.settings.grace_s
-        for name, engine in self._others():
-            if engine is self.champion:
-                continue
-            own = engine.settings.grace_s
-            grace_s = min((each for each in (own, given) if each is not None), default=CLOSE_S)
-            try:
-                await engine.aclose(grace_s)
-            except (CheckpointError, ContextError, JournalError, StallError) as error:
-                _warn(name, error)
-        if self.champion is not self._owner:
-            await self.champion.aclose(given)
+        while not self._owner.is_closing:
+            await self._owner.changed.wait()
+        await commits.done_or_cancelled()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S if (left := left_s(self._owner)) is None else left):
+                while self._promoting is not None and not self._promoting.is_done:
+                    await self._promoting.done_or_cancelled()
+        self._is_closing = True
+        await self._end_promotion()
+        tasks = [OwnedTask(self._close(*each), f"closing {each[0]}") for each in self._others()]
+        try:
+            for task in tasks:
+                await task.done_or_cancelled()
+        finally:
+            for task in tasks:  # of those that are left, if this was cancelled
+                task.cancel()
+            for task in tasks:
+                await task.ended(through_interrupt=True)
+        for task in tasks:
+            await task
+
+    async def _close(self, name: str, engine: Engine) -> None:
+        is_served, own, left = engine is self.champion, engine.settings.grace_s, left_s(self._owner)
+        limits = [each for each in (own, left) if each is not None]
+        try:
+            await engine.aclose(left if is_served else min(limits, default=CLOSE_S))
+        except Exception as error:
+            if is_served:
+                raise
+            _warn(name, error)
 
     async def end(self) -> None:
         """End the challengers at once; their steps are undone."""
@@ -359,11 +384,12 @@ class Models:
             if main is None or main.is_done:
                 continue
             main.cancel()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(UNDO_S):
-                    await main.done_or_cancelled()
-            if not main.is_done:
-                _warn(name, "a step on the thread of a device does not end")
+            if not await ends_in(main, UNDO_S):
+                engine.learning.failure = why_stuck(engine)
+                _warn(name, engine.learning.failure)
+        await self._end_promotion()
+
+    async def _end_promotion(self) -> None:
         if self._promoting is not None and not self._promoting.is_done:
             self._promoting.cancel()
             await self._promoting.ended(through_interrupt=True)
@@ -382,3 +408,147 @@ async def _goes_on(engine: Engine, known: Consumer | None) -> bool:
     if known is None or known.detached:
         return False
     return await engine.saving.has_checkpoint()
+
+
+async def close(engine: Engine, main: OwnedTask[None], grace_s: float | None) -> None:
+    """Let an engine that is closing learn what was taken, within its grace, and save.
+
+    Raises:
+        StallError: If it does not end.
+        Exception: What its task has raised.
+    """
+    engine.close_by = None if grace_s is None else engine.loop.time() + grace_s
+    engine.changed.give()
+    try:
+        has_ended = await ends_in(main, grace_s)
+        if not has_ended and engine.is_finished:  # only others are left, with limits of their own
+            has_ended = await ends_in(main, 2 * UNDO_S)
+        if not has_ended:
+            await _cut_short(engine, main, grace_s or 0.0)
+    except asyncio.CancelledError:
+        main.cancel()
+        if engine.is_owner:
+            await main.ended(through_interrupt=True)
+        elif not await ends_in(main, UNDO_S / 2):  # whoever closes it has as much as that
+            engine.learning.failure = why_stuck(engine)
+            warnings.warn(engine.learning.failure, RuntimeWarning, stacklevel=2)
+        raise
+    finally:
+        if main.is_done and not engine.is_closed:  # it was cancelled before it had begun
+            if engine.journal is not None and engine.is_owner:
+                await engine.models.end()
+                await engine.journal.aclose()
+            end(engine)
+    if not main.task.cancelled():  # by another caller, or the end of the loop
+        await main
+
+
+async def finish(engine: Engine) -> None:
+    """Save the last checkpoint, and wait until the other models have saved theirs.
+
+    Raises:
+        JournalError: If dead letters could not be written down.
+        CheckpointError: If it could not be saved.
+        Exception: As `close`, of another model that is served.
+    """
+    failure: Exception | None = None
+    try:
+        if problem := await engine.dead.save():
+            raise JournalError(f"Dead letters were not written down: {problem}")
+        await engine.saving.finish(engine.learning.settled_number, engine.version, engine.kept)
+    except Exception as error:  # noqa: BLE001 - raised once the others are closed
+        failure = error
+    engine.is_finished = True
+    refuse_waiters(engine.saving)  # it saves no more, so no promotion may wait for that
+    if engine.closing is not None:
+        await engine.closing.done_or_cancelled()
+        try:
+            await engine.closing
+        except Exception as error:
+            if failure is None:
+                raise
+            failure.add_note(f"The model that is served was not closed either: {error}")
+    if failure is not None:
+        raise failure
+
+
+def end(engine: Engine) -> None:
+    """Note that an engine is closed, and tell all who wait for something."""
+    engine.is_closing = engine.is_closed = True
+    engine.intake.close(CLOSED)
+    engine.intake.abandon(
+        "The learner was closed before the example was learned. "
+        + ("The journal has it." if engine.journal is not None else "It is lost.")
+    )
+    refuse_all(engine.requests)
+    for stream in engine.streams:
+        stream.close()
+    engine.changed.give()
+
+
+async def _cut_short(engine: Engine, main: OwnedTask[None], grace_s: float) -> None:
+    """End a learner whose time to close is over; the step under way is undone.
+
+    Raises:
+        StallError: If that step does not end, as it is on a thread.
+    """
+    left = engine.owner.intake.last_number - engine.learning.learned_number
+    main.cancel()
+    if await ends_in(main, UNDO_S):
+        where = "the journal has them" if engine.journal is not None else "they are lost"
+        warnings.warn(
+            f"The learner was closed after {grace_s:g} s with {left} examples left: {where}.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
+    engine.learning.failure = why_stuck(engine)
+    text = f"{engine.learning.failure} The next process on the journal learns what is left."
+    stuck = StallError(text, timeout_s=grace_s)
+    if engine.closing is not None:  # what is served has saved by then, or not
+        await engine.closing.done_or_cancelled()
+        if not engine.closing.task.cancelled() and (error := engine.closing.task.exception()):
+            raise stuck from error
+    raise stuck
+
+
+def left_s(engine: Engine) -> float | None:
+    """Return the seconds that are left to close other models, and to undo them; None for ever."""
+    if engine.close_by is None:
+        return None
+    left = max(0.0, engine.close_by - engine.loop.time())
+    return max(left - UNDO_S, left / 2)
+
+
+def why_stuck(engine: Engine) -> str:
+    """Return why an engine that was cancelled does not end."""
+    who = "The learner" if engine.is_owner else f"The model {engine.model!r}"
+    running_s = engine.learning.under_way.running_s
+    devices = ", ".join(engine.settings.strategy._runtime.device_names)
+    step = (
+        f"a step has been running for {running_s:.1f} s on the thread of a device ({devices}), "
+        "where nothing can end it"
+    )
+    what = step if running_s else "the disk does not take what it has to write"
+    return f"{who} cannot be closed: {what}. End the process."
+
+
+async def ends_in(main: OwnedTask[None], limit_s: float | None) -> bool:
+    """Wait until a task has ended, at most for some seconds; return whether it has."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            await main.done_or_cancelled()
+    return main.is_done
+
+
+async def end_task(task: OwnedTask[None]) -> None:
+    """Cancel a task, and wait for its end."""
+    task.cancel()
+    await task.ended(through_interrupt=True)
+
+
+async def end_source(task: OwnedTask[None]) -> None:
+    """End a task that runs code of users, which may swallow a cancellation."""
+    while not task.is_done:
+        task.cancel()
+        await ends_in(task, UNDO_S)

@@ -1,0 +1,147 @@
+"""Closing while models hang: within its grace, and nobody loses what another one does."""
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aioreplica as ar
+from aioreplica import testing as art
+from aioreplica.errors import StallError
+
+from .program import Counting, example
+from .test_models import models, rival, take, until, until_caught_up
+
+
+class Stuck(Counting):
+    """A model whose step of a later example than the first one cannot be ended, until `go`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.go = asyncio.Event()
+
+    async def step(self, ctx: ar.ReplicaContext, batch: Any) -> dict[str, float]:
+        while (batch["id"] > 0).any() and not self.go.is_set():
+            try:
+                await self.go.wait()
+            except asyncio.CancelledError:  # as a function on a thread goes on
+                continue
+        return await super().step(ctx, batch)
+
+
+def stuck(folder: Path, name: str) -> Stuck:
+    return Stuck(folder / name, journal=None, num_replicas=1, max_batch=1, max_delay_s=0.0)
+
+
+@pytest.mark.parametrize("grace_s", [10.0, 0.5, None])
+def test_challengers_that_hang_are_left_behind_and_the_champion_has_saved(
+    folder: Path, grace_s: float | None
+) -> None:
+    async def main() -> None:
+        loop, bad = asyncio.get_running_loop(), {name: stuck(folder, name) for name in "bc"}
+        async with models(folder, rivals={**bad, "d": {}}, grace_s=grace_s) as found:
+            learner = found["main"].learner
+            await take(found, 0)
+            await until_caught_up(found)
+            await take(found, 1, 2)
+            await until(lambda: all(each.learner.statistics().lag for each in bad.values()))
+            began = loop.time()
+            with pytest.warns(RuntimeWarning) as warned:
+                await learner.aclose()
+            most = {10.0: 10.0, 0.5: 1.5, None: 11.0}[grace_s]
+            assert loop.time() - began <= most + 0.1
+            assert learner.state == found["d"].learner.state == "closed"
+            for name, each in bad.items():
+                [text] = [str(each.message) for each in warned if repr(name) in str(each.message)]
+                assert f"The challenger {name!r} was not closed in order: The model" in text
+                assert "on the thread of a device (cpu:0), where nothing can end it" in text
+                assert (each.learner.state, learner.champion) == ("closing", "main")
+                assert each.learner.statistics().failure in text
+            for name in ("main", "d"):
+                assert found[name].manager.steps()[-1] == 3
+                assert found[name].learned() == [1] * 3
+            for each in bad.values():
+                each.go.set()  # the threads end, after all: half a step is undone
+                await until(lambda each=each: each.learner.state == "closed")
+                assert each.learned() == [1]
+        async with models(folder, rivals={"b": {}, "c": {}, "d": {}}) as found:
+            await until_caught_up(found)
+            assert [each.learned() for each in found.values()] == [[1] * 3] * 4
+
+    art.run(main)
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_a_served_model_is_saved_although_the_first_one_hangs(folder: Path) -> None:
+    async with models(folder) as found:
+        await take(found, 0)
+        await until_caught_up(found)
+        await found["main"].learner.checkpoint()
+        await found["main"].learner.promote("b")
+    first = Stuck(folder, challengers={"b": (second := rival(folder)).learner}, grace_s=0.5)
+    async with second.strategy, first.strategy:
+        learner = await first.learner.__aenter__()
+        for i in (1, 2):
+            await (await learner.submit(example(i)))
+        with pytest.raises(StallError, match=r"The learner cannot be closed.*cpu:0.*End the"):
+            await learner.aclose()
+        assert second.learned() == [1] * 3
+        assert second.manager is not None
+        assert second.manager.steps()[-1] == 3
+        first.go.set()
+        await until(lambda: learner.state == "closed")
+    async with models(folder) as found:
+        assert found["main"].learner.champion == "b"
+        await until_caught_up(found)
+        assert found["main"].learned() == found["b"].learned() == [1] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_closing_that_is_cancelled_waits_for_no_challenger(folder: Path) -> None:
+    bad = stuck(folder, "b")
+    async with models(folder, rivals={"b": bad}) as found:
+        await take(found, 0)
+        await until_caught_up(found)
+        await take(found, 1)
+        await until(lambda: bad.learner.statistics().lag)
+        closing = asyncio.ensure_future(found["main"].learner.aclose())
+        await until(lambda: bad.learner.state == "closing")
+        closing.cancel()
+        with (
+            pytest.warns(RuntimeWarning, match="'b' cannot be closed: a step has been"),
+            pytest.raises(asyncio.CancelledError),
+        ):
+            await closing
+        assert found["main"].learner.state == "closed"
+        assert found["main"].learned() == [1, 1]
+        bad.go.set()
+        await until(lambda: bad.learner.state == "closed")
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_a_challenger_on_a_thread_that_hangs_is_left_behind(folder: Path) -> None:
+    go, begun = threading.Event(), threading.Event()
+
+    def step(ctx: ar.ReplicaContext, batch: Any) -> None:
+        begun.set()
+        go.wait(60)
+
+    bad = rival(folder)
+    bad.learner.step_fn = step
+    async with models(folder, rivals={"b": bad}, grace_s=2.0) as found:
+        learner = found["main"].learner
+        await take(found, 0)
+        await until(begun.is_set)
+        with pytest.warns(RuntimeWarning, match="'b' was not closed in order: The model 'b' cann"):
+            await learner.aclose()
+        assert learner.state == "closed"
+        assert found["main"].manager is not None
+        assert found["main"].manager.steps() == (1,)
+        assert "on the thread of a device (cpu:0)" in bad.learner.statistics().failure
+        go.set()
+        await until(lambda: bad.learner.state == "closed")
