@@ -20,6 +20,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass
+from itertools import islice
 from threading import Lock
 from typing import Any, TypeAlias, final
 
@@ -194,17 +195,25 @@ class Feeder(ABC):
         """True if the loop has all it wants, or wants nothing any more."""
         return self._infeed.num_put >= self._num_wanted or self._infeed.is_aborted
 
-    def _put(self, element: object) -> None:
-        """Put one element; a tuple is spread over the inputs of the step function.
+    def _put(self, *elements: object) -> None:
+        """Put elements; a tuple is spread over the inputs of the step function.
 
         Raises:
-            ValueError: If it does not look like the first one.
+            ValueError: If one does not look like the first one; those before it are put.
         """
-        if type(element) is not tuple:
-            element = (element,)
-        parts = _parts(element, len(self._steps))
-        self._shapes.check(self._infeed.num_put, parts)
-        self._infeed.put(parts)
+        count, begun = len(self._steps), self._infeed.num_put
+        fitting = self._shapes.split_alike(elements) if len(elements) > 1 else []
+        if fitting:
+            self._infeed.put(*fitting)
+            return
+        try:
+            for element in elements:
+                parts = _parts(element if type(element) is tuple else (element,), count)
+                self._shapes.check(begun + len(fitting), parts)
+                fitting.append(parts)
+        finally:
+            if fitting:
+                self._infeed.put(*fitting)
 
     def _end(self, error: BaseException | None) -> None:
         """Let the loop end after the elements that are there."""
@@ -378,6 +387,7 @@ class TaskFeeder(Feeder):
         self._unrun: deque[Reading] = deque()
         if iterators is not None and self._batches is None:
             self._unrun = iterators.find(iterator).unrun
+        self._reads_many = infeed.fills_chunks and type(iterator) in IN_MEMORY
         self._has_begun = False
         self._task: OwnedTask[None] | None = None
 
@@ -442,20 +452,29 @@ class TaskFeeder(Feeder):
         self._end(error)
 
     async def _pass_on(self) -> None:
-        infeed, unrun = self._infeed, self._unrun
+        infeed = self._infeed
         while not self._is_complete:
-            reading = unrun.popleft() if unrun else await self._read()
-            self._unfinished.append(reading)
+            if self._reads_many:
+                if not infeed.has_room:
+                    await self._room()
+                    continue
+                readings = self._read_many(min(infeed.room, self._num_wanted - infeed.num_put))
+            else:
+                readings = [self._unrun.popleft() if self._unrun else await self._read()]
+            self._unfinished.extend(readings)
             self._report()
-            if type(reading) is Raised:
-                raise reading.error
-            if reading is Mark.END:
-                return
-            if not infeed.has_room:
+            last = readings[-1]
+            if last is Mark.END or type(last) is Raised:
+                readings.pop()
+            elif not infeed.has_room:
                 await self._room()
             if infeed.is_aborted:
                 return
-            self._put(reading if self._batches is None else reading.value)
+            self._put(*(readings if self._batches is None else [r.value for r in readings]))
+            if type(last) is Raised:
+                raise last.error
+            if last is Mark.END:
+                return
 
     async def _read(self) -> Reading:
         try:
@@ -469,6 +488,22 @@ class TaskFeeder(Feeder):
             if self._infeed.is_aborted and isinstance(error, asyncio.CancelledError):
                 raise
             return Raised(error)
+
+    def _read_many(self, count: int) -> list[Reading]:
+        """Return the next elements of an iterator in memory, and an end or an error behind them."""
+        assert isinstance(self._iterator, Iterator)
+        unrun: deque[Reading] = self._unrun
+        found: list[Reading] = []
+        while unrun and len(found) < count:
+            found.append(unrun.popleft())
+            if found[-1] is Mark.END or type(found[-1]) is Raised:
+                return found
+        try:
+            for element in islice(self._iterator, count - len(found)):
+                found.append(element)  # noqa: PERF402 - those before an error are kept
+        except BaseException as error:  # noqa: BLE001 - raised behind the elements before it
+            return [*found, Raised(error)]
+        return found if len(found) == count else [*found, Mark.END]
 
     async def _room(self) -> None:
         loop = asyncio.get_running_loop()

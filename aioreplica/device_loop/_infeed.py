@@ -51,9 +51,10 @@ class Infeed:
         *,
         fills_chunks: bool = False,
     ) -> None:
-        self._hosts = hosts
         count = sum(map(len, hosts))
         self._queues = [DeviceQueue(new_gate(loop)) for _ in range(count)]
+        self._in_order = [(i, self._queues[i]) for host in hosts for i in host]
+        self.fills_chunks = fills_chunks
         self._taken = [0] * count
         self._ahead_bytes = CHUNK_BYTES if fills_chunks else AHEAD_BYTES
         self._lock = Lock()
@@ -64,20 +65,25 @@ class Infeed:
 
     # ---- the feeder's side ---------------------------------------------------------------
 
-    def put(self, parts: Sequence[tuple[object, ...]]) -> None:
-        """Enqueue one element, a tuple of inputs per replica: host by host, in replica order."""
+    def put(self, *elements: Sequence[tuple[object, ...]]) -> None:
+        """Enqueue elements, each a tuple of inputs per replica: host by host, in replica order."""
         if self.num_put == 0:
-            num_bytes = sum(getattr(leaf, "nbytes", 0) for part in parts for leaf in leaves(part))
+            first = leaves(elements[0])
+            num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in first)
             self.capacity = max(2, min(MAX_AHEAD, self._ahead_bytes // max(1, num_bytes)))
-        for host in self._hosts:
-            for replica_id in host:
-                self._queues[replica_id].put(parts[replica_id])
-        self.num_put += 1
+        for replica_id, queue in self._in_order:
+            queue.put(*[parts[replica_id] for parts in elements])
+        self.num_put += len(elements)
 
     def end(self) -> None:
         """Say that nothing comes behind the elements that are there."""
-        for queue in self._queues:
+        for _, queue in self._in_order:
             queue.put(Mark.END)
+
+    @property
+    def room(self) -> int:
+        """How many more elements may be put."""
+        return self.capacity - self.num_put + min(self._taken)
 
     @property
     def has_room(self) -> bool:
@@ -111,8 +117,8 @@ class Infeed:
 
         One thread that takes for all devices is woken once then, and not by each element.
         """
-        last = self._hosts[-1][-1]  # what is there for it is there for all
-        self._queues[last].wait_for(min(count, self.capacity))
+        _, last = self._in_order[-1]  # what is there for it is there for all
+        last.wait_for(min(count, self.capacity))
 
     def take(self, replica_id: int) -> tuple[Any, ...] | None:
         """Return the inputs of a replica's next step, None behind the last one; may block.
@@ -130,38 +136,35 @@ class Infeed:
             self._wake()
         return item  # type: ignore[no-any-return]  # what `put` was given
 
-    def take_all(self, most: int) -> tuple[list[list[tuple[object, ...]]], bool]:
+    def take_all(self, most: int) -> tuple[list[list[Any]], bool]:
         """Take the steps that are there, on the one thread that takes for all devices.
 
         Args:
             most: How many at most.
 
         Returns:
-            The inputs of all devices for each step, and whether no step comes behind them.
+            For each device its inputs of all steps, and whether no step comes behind them.
 
         Cancellation:
             A CancelledError once the infeed is aborted.
         """
-        found: list[list[tuple[object, ...]]] = []
-        last = self._queues[self._hosts[-1][-1]]  # what is there for it is there for all
-        is_end = False
-        while len(found) < most and not last.is_empty:
-            parts = [queue.take() for queue in self._queues]
-            if Mark in map(type, parts):
-                if Mark.ABORTED in parts:
-                    raise asyncio.CancelledError
-                is_end = True
-                break
-            found.append(parts)
-        self._taken = [count + len(found) for count in self._taken]
+        _, last = self._in_order[-1]  # what is there for it is there for all
+        count = min(most, last.num_items)
+        found = [queue.take_all(count) for queue in self._queues]
+        if self.is_aborted and any(Mark.ABORTED in items for items in found):
+            raise asyncio.CancelledError
+        is_end = count > 0 and found[0][-1] is Mark.END  # then it is the last of all
+        if is_end:
+            found = [items[:-1] for items in found]
+        self._taken = [before + len(found[0]) for before in self._taken]
         if self._wake_feeder is not None and self._is_half_empty():
             self._wake()
         return found, is_end
 
     def abort(self) -> None:
         """Wake the feeder and all devices that wait, from any thread; idempotent."""
-        self.is_aborted = True
-        for queue in self._queues:
+        self.is_aborted = True  # before the marks: who takes one sees this
+        for _, queue in self._in_order:
             queue.put(Mark.ABORTED)
         self._wake()
 
@@ -205,9 +208,14 @@ class DeviceQueue:
         """True if taking would have to wait."""
         return not self._items
 
-    def put(self, item: object) -> None:
+    @property
+    def num_items(self) -> int:
+        """How many items are there, marks included."""
+        return len(self._items)
+
+    def put(self, *items: object) -> None:
         """Enqueue something, from any thread."""
-        self._items.append(item)
+        self._items.extend(items)
         if self._hungry and self._has(self._wanted) and self._claim():
             self._gate.open()
 
@@ -237,6 +245,11 @@ class DeviceQueue:
                 self._hungry.append(True)
             if not self._items or not self._claim():
                 self._gate.wait()
+
+    def take_all(self, count: int) -> list[Any]:
+        """Return the first items, which are there, on the one thread that takes."""
+        take = self._items.popleft
+        return [take() for _ in range(count)]
 
     def _has(self, count: int) -> bool:
         items = self._items

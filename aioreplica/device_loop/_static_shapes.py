@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 
 from ..tree import TreeSpec, describe_structure, flatten, paths_of
+from ..values import PerReplica
 
 Look: TypeAlias = tuple[Any, ...]  # shape and dtype of an array; the type of anything else
 
@@ -49,6 +50,31 @@ class StaticShapes:
             elif looks != self._looks[replica_id] or spec != self._specs[replica_id]:
                 raise ValueError(self._difference(step, replica_id, spec, looks))
 
+    def split_alike(self, elements: Sequence[object]) -> list[Sequence[tuple[object, ...]]]:
+        """Return the parts of elements, if all of them are tuples of arrays like the first ones.
+
+        Looked at input by input, which takes a third of the time of `check` for each.
+
+        Returns:
+            For each element its parts, one per replica; nothing at all if one may differ.
+        """
+        count, first = len(self._arrays), self._arrays[0]
+        if first is None or set(map(type, elements)) != {tuple}:
+            return []
+        if set(map(len, elements)) != {len(first)}:  # type: ignore[arg-type]  # they are tuples
+            return []
+        inputs: list[list[Sequence[object]]] = [[] for _ in range(count)]
+        for at, column in enumerate(zip(*elements, strict=True)):
+            values = [leaf.values for leaf in column if type(leaf) is PerReplica]
+            if len(values) < len(elements) or set(map(len, values)) != {count}:
+                return []
+            of_each = zip(inputs, zip(*values, strict=True), self._arrays, strict=True)
+            for own, arrays, looks in of_each:
+                if looks is None or not _all_like(arrays, looks[at]):
+                    return []
+                own.append(arrays)
+        return list(zip(*(zip(*own, strict=True) for own in inputs), strict=True))
+
     def _difference(self, step: int, replica_id: int, spec: TreeSpec, looks: list[Look]) -> str:
         where = f"The element of step {step} differs from the first one, for replica {replica_id}:"
         first_spec = self._specs[replica_id]
@@ -75,6 +101,14 @@ def _are_like(part: object, looks: list[Look]) -> bool:
         if type(leaf) is not np.ndarray or leaf.dtype != dtype or leaf.shape != shape:
             return False
     return True
+
+
+def _all_like(arrays: Sequence[Any], look: Look) -> bool:
+    """Tell quickly whether all of them are arrays with the shape and dtype of the first one."""
+    if set(map(type, arrays)) != {np.ndarray}:
+        return False
+    shapes, dtypes = [array.shape for array in arrays], [array.dtype for array in arrays]
+    return shapes.count(look[0]) == dtypes.count(look[1]) == len(arrays)
 
 
 def _look(leaf: object) -> Look:

@@ -1,6 +1,7 @@
 """The queues of a device loop, as plain objects: order, bounds and waking."""
 
 import asyncio
+import threading
 from typing import Any
 
 import numpy as np
@@ -158,25 +159,87 @@ def test_one_thread_takes_all_that_is_there() -> None:
     assert infeed.wait_for_room(lambda: woken.append(1))
 
     found, is_end = infeed.take_all(10)
-    assert (found, is_end) == ([[(k, 0)] * 2 for k in range(10)], False)
+    assert (found, is_end) == ([[(k, 0) for k in range(10)]] * 2, False)
     assert (infeed.has_room, woken) == (True, [])
 
-    assert len(infeed.take_all(100)[0]) == 54
+    assert list(map(len, infeed.take_all(100)[0])) == [54, 54]
     assert woken == [1]  # once
-    assert infeed.take_all(3) == ([], False)
+    assert infeed.take_all(3) == ([[], []], False)
 
     fill(infeed, 1)
     infeed.end()
-    assert infeed.take_all(3) == ([[(0, 0)] * 2], True)
+    assert infeed.take_all(3) == ([[(0, 0)]] * 2, True)
 
 
 def test_an_abort_between_the_queues_is_seen() -> None:
     infeed = Infeed([[0, 1]])
     fill(infeed, 1)
     infeed.abort()
-    assert infeed.take_all(1) == ([[(0, 0)] * 2], False)
+    assert infeed.take_all(1) == ([[(0, 0)]] * 2, False)
     with pytest.raises(asyncio.CancelledError):
         infeed.take_all(1)
+
+
+def test_several_are_put_as_one_by_one() -> None:
+    infeed = Infeed([[2], [0, 1]])
+    infeed.put(*[[(k, i) for i in range(3)] for k in range(3)])
+    infeed.put([(3, i) for i in range(3)])
+    assert (infeed.num_put, infeed.room) == (4, 60)
+
+    assert [infeed.take(2) for _ in range(2)] == [(0, 2), (1, 2)]
+    infeed.end()
+    assert [infeed.take(0) for _ in range(5)] == [(0, 0), (1, 0), (2, 0), (3, 0), None]
+
+
+@pytest.mark.parametrize("aborts_at", [None, 1, 700])
+def test_a_thread_that_takes_all_misses_nothing_of_one_that_puts_many(
+    aborts_at: int | None,
+) -> None:
+    """On free threads puts, takes and an abort meet in any order; each step is there for all."""
+    infeed, total = Infeed([[0, 2], [1]]), 2000
+    infeed.capacity = 8  # the first element is put below, so it stays
+    gone = threading.Event()
+
+    def put_all() -> None:
+        number = 0
+        while number < total and not infeed.is_aborted:
+            room, waiter = infeed.room, threading.Event()
+            if room <= 0:
+                if infeed.wait_for_room(waiter.set):
+                    assert waiter.wait(60)
+                continue
+            count = min(1 + number % 5, room, total - number)
+            infeed.put(*[[(number + k, i) for i in range(3)] for k in range(count)])
+            number += count
+        infeed.end()
+
+    def abort() -> None:
+        assert gone.wait(60)
+        infeed.abort()
+
+    threads = [threading.Thread(target=put_all)]
+    if aborts_at is not None:
+        threads.append(threading.Thread(target=abort))
+    for thread in threads:
+        thread.start()
+    found: list[list[Any]] = [[], [], []]
+    is_end = False
+    try:
+        while not is_end:
+            infeed.wait_for(1)
+            taken, is_end = infeed.take_all(3)
+            for own, items in zip(found, taken, strict=True):
+                own.extend(items)
+            if aborts_at is not None and len(found[0]) >= aborts_at:
+                gone.set()
+    except asyncio.CancelledError:
+        assert aborts_at is not None
+    for thread in threads:
+        thread.join(60)
+
+    assert [own == [(k, i) for k in range(len(own))] for i, own in enumerate(found)] == [True] * 3
+    if aborts_at is None:
+        assert len(found[0]) == total
 
 
 def test_a_compiled_loop_reads_a_chunk_ahead() -> None:

@@ -63,13 +63,16 @@ class Chunk:
             [_aligned((size, *leaf.shape), leaf.dtype) for leaf in part] for part in element
         ]
 
-    def add(self, element: Sequence[Sequence[object]]) -> None:
-        """Put one more element behind the others; it looks like the first one."""
-        at = self.num_steps
-        for stacked, part in zip(self.arrays, element, strict=True):
-            for whole, leaf in zip(stacked, part, strict=True):
-                whole[at] = leaf
-        self.num_steps = at + 1
+    def add(self, elements: Sequence[Sequence[Sequence[object]]]) -> None:
+        """Put elements behind the others, for each replica its leaves of all of them.
+
+        They look like the first one.
+        """
+        begun, end = self.num_steps, self.num_steps + len(elements[0])
+        for stacked, own in zip(self.arrays, elements, strict=True):
+            for whole, found in zip(stacked, zip(*own, strict=True), strict=True):
+                _stack(found, whole[begun:end])
+        self.num_steps = end
 
 
 @final
@@ -179,13 +182,12 @@ class CompiledLoop:
                 with blocking.waiting(f"the infeed for step {self._done + begun}"):
                     infeed.wait_for(wanted)
             found, is_end = infeed.take_all(wanted)
-            if found and chunk is None:
-                chunk = self._new_chunk(found[0])
-            for parts in found:
-                assert chunk is not None  # there is an element
-                chunk.add([self._leaves(part) for part in parts])
+            if found[0]:
+                if chunk is None:
+                    chunk = self._new_chunk([own[0] for own in found])
+                chunk.add([list(map(self._leaves, own)) for own in found])
             if is_end:
-                self._num_steps = self._done + begun + len(found)
+                self._num_steps = self._done + begun + len(found[0])
         return chunk
 
     def _new_chunk(self, parts: Sequence[tuple[object, ...]]) -> Chunk:
@@ -472,6 +474,16 @@ def _seeds(name: str, seed: int, first: int, replica_id: int | None, size: int) 
     """Return the seeds that `jax_key` takes in each step of a chunk."""
     rngs = (random_stream(seed, first + i, replica_id, name) for i in range(size))
     return np.array([int(rng.integers(2**31)) for rng in rngs], np.uint32)
+
+
+def _stack(leaves: Sequence[object], rows: Array) -> None:
+    """Write one leaf into each row; arrays in a single call of NumPy."""
+    arrays = [leaf for leaf in leaves if type(leaf) is np.ndarray]
+    if rows.ndim > 1 and len(arrays) == len(leaves):
+        np.concatenate(arrays, out=rows.reshape(len(rows) * rows.shape[1], *rows.shape[2:]))
+        return
+    for row, leaf in enumerate(leaves):
+        rows[row] = leaf
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

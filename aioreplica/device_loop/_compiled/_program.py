@@ -335,12 +335,11 @@ def reference_to(fn: Callable[..., object]) -> Callable[[], Callable[..., object
 
 
 def of_first(array: Traced) -> Array:
-    """Return what the first device has of an array, as a view: NumPy's, read-only."""
-    found: Array = np.asarray(array.addressable_shards[0].data)
+    """Return what all devices have of an array, as a view of the first's: NumPy's, read-only."""
+    found: Array = np.asarray(array)  # jax keeps the view, so that it is made once
     return found
 
 
 def of_each(array: Traced) -> list[Array]:
     """Return what each device has of an array of all of them, as views."""
-    shards = sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-    return [np.asarray(shard.data)[0] for shard in shards]
+    return [np.asarray(array.addressable_data(i))[0] for i in range(array.shape[0])]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from numbers import Number
 from operator import attrgetter
 from typing import Any, Protocol, TypeAlias, final
 
@@ -434,7 +435,7 @@ def _merged(
             part = jnp.where(jnp.asarray(weight) == 0, 0, part)
         parts.append(part)
         weights.append(weight)
-    found = [jnp.asarray(weight) for weight in weights if weight is not None]
+    found = [jnp.asarray(w) for w in weights if w is not None and not isinstance(w, Number)]
     combined = (trace.first if is_summed else trace.sum)([*parts, *found])
     sums, left = combined[: len(parts)], iter(combined[len(parts) :])
     is_mean = settings.is_mean and not is_summed
@@ -442,14 +443,25 @@ def _merged(
     for total, weight, scale in zip(sums, weights, scales, strict=True):
         divisor: Any = float(trace.num_replicas) if is_mean else 1.0
         if weight is not None:
-            divisor = next(left)
-            no_weight.append(divisor == 0)
+            divisor = (
+                next(left)
+                if not isinstance(weight, Number)
+                else _sum_of_equal(weight, 1 if is_summed else trace.num_replicas)
+            )
+            no_weight.append(jnp.asarray(divisor == 0))
             divisor = divisor.astype(total.dtype)
         if scale is not None:
             divisor = divisor * scale
         is_one = isinstance(divisor, float) and divisor == 1.0
         merged.append(total if is_one else total / jnp.asarray(divisor, total.dtype))
     return merged, no_weight
+
+
+def _sum_of_equal(weight: Any, count: int) -> np.number[Any]:
+    """Sum a weight that is a plain number, the same on all replicas, in their order."""
+    dtype = jax.dtypes.canonicalize_dtype(np.asarray(weight).dtype)
+    total: np.number[Any] = np.add.accumulate(np.full(count, weight, dtype), dtype=dtype)[-1]
+    return total
 
 
 def _clipped(

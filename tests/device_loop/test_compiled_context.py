@@ -1,0 +1,191 @@
+"""Context of compiled steps: collectives, keys, records and assignments, as in eager ones."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+from tests.conftest import mirrored
+from tests.replica.gated import me
+
+jax = pytest.importorskip("jax")
+import jax.numpy as jnp  # noqa: E402 - jax may be missing
+
+from tests.device_loop.compiled_steps import elements, vectors  # noqa: E402
+
+pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio, pytest.mark.slow]
+
+
+def everything(ctx: ar.MultiStepContext, x: Any) -> None:
+    """A step that calls every collective."""
+    replica = me().blocking
+    ident, count = replica.replica_id_in_sync_group, replica.num_replicas_in_sync
+    x = jnp.asarray(x) * (1 + ident)
+    outputs = {
+        "sum": replica.all_reduce("sum", x), "mean": replica.all_reduce("mean", x),
+        "max": replica.all_reduce("max", x), "min": replica.all_reduce("min", x),
+        "gather": replica.all_gather(x, 0), "scatter": replica.reduce_scatter("sum", x),
+        "broadcast": replica.broadcast(x, count - 1), "id": jnp.asarray(ident),
+        "swapped": replica.all_to_all(x), "first": ar.autodiff.broadcast(x, 0),
+        "any": jnp.asarray(replica.any(False)), "all": jnp.asarray(replica.all(True)),
+        "step": jnp.asarray(replica.step - replica.step),
+        "weighted": replica.all_reduce("sum", ar.Weighted(jnp.sum(x), 2)).mean(),
+    }  # fmt: skip
+    replica.barrier()
+    for name, value in outputs.items():
+        ctx.set_last_step_output(name, value)
+
+
+async def test_every_collective_gives_what_it_gives_eagerly(strategy: ar.Strategy) -> None:
+    n = strategy.num_replicas_in_sync
+    parts = [np.arange(8, dtype=np.float32) + i for i in range(n)]
+    plain = isinstance(strategy, ar.DefaultStrategy)
+    element = parts[0] if plain else ar.PerReplica(parts)
+
+    eager = await strategy.run_steps(everything, iter([element]), 1)
+    compiled = await strategy.run_steps(everything, iter([element]), 1, compile="jax")
+
+    assert compiled.last_step_outputs.keys() == eager.last_step_outputs.keys()
+    for name, value in eager.last_step_outputs.items():
+        pairs = zip(
+            strategy.local_results(compiled.last_step_outputs[name]),
+            strategy.local_results(value),
+            strict=True,
+        )
+        for here, there in pairs:
+            np.testing.assert_array_equal(here, there, err_msg=name)
+
+
+@pytest.mark.parametrize("count", range(2, 9))
+async def test_sums_are_in_the_order_of_the_replicas(count: int) -> None:
+    rng = np.random.default_rng(count)
+    parts = [(rng.normal(size=1000) * 10.0 ** rng.integers(-6, 6)).astype(np.float32)
+             for _ in range(count)]  # fmt: skip
+
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        ctx.set_last_step_output("sum", me().blocking.all_reduce("sum", x))
+
+    async with mirrored(count) as strategy:
+        result = await strategy.run_steps(step, iter([ar.PerReplica(parts)]), 1, compile="jax")
+
+    expected = parts[0]
+    for part in parts[1:]:
+        expected = expected + part
+    np.testing.assert_array_equal(result.last_step_outputs["sum"].values[0], expected)
+
+
+async def test_variables_are_assigned_by_their_rules(gang: ar.Strategy) -> None:
+    found = []
+    for options in ({}, {"compile": "jax"}):
+        with gang.scope():
+            total = ar.Variable(np.float32(0), trainable=False, aggregation="sum")
+            mean = ar.Variable(np.float32(1), trainable=False, aggregation="mean")
+            first = ar.Variable(0, trainable=False, aggregation="only_first_replica")
+            own = ar.Variable(
+                np.zeros(2, np.float32), trainable=False, synchronization="on_read",
+                aggregation="sum",
+            )  # fmt: skip
+
+        def step(
+            ctx: ar.MultiStepContext, x: Any, variables: Any = (total, mean, first, own)
+        ) -> None:
+            total, mean, first, own = variables
+            total.blocking.assign_add(jnp.sum(x))
+            mean.blocking.assign(mean.value + jnp.max(x))
+            first.blocking.assign_sub(1)
+            own.blocking.assign_add(x[:2] * 1)
+
+        await gang.run_steps(step, (x for (x,) in vectors(gang, 5)), 5, **options)
+        variables = (total, mean, first, own)
+        values = [np.asarray(v.components) for v in variables]
+        found.append((values, [v.version for v in variables]))
+        del total, mean, first, own, variables
+
+    for here, there in zip(found[1][0], found[0][0], strict=True):
+        np.testing.assert_allclose(here, there, rtol=1e-5)
+    assert found[1][1][:3] == found[0][1][:3] == [5, 5, 5]
+
+
+async def test_keys_of_jax_are_those_of_the_eager_step(pair: ar.Strategy) -> None:
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        own = jax.random.uniform(ar.autodiff.jax_key("a"), (2,))
+        same = jax.random.uniform(ar.autodiff.jax_key("a", shared=True))
+        total = ctx.last_step_outputs["total"] + jnp.sum(own) + same
+        ctx.set_last_step_output("total", total)
+
+    start = {"total": np.float32(0)}
+    seeded = ar.RunOptions(seed=5)
+    found = []
+    for options in ({}, {"compile": "jax"}):
+        async with mirrored(2) as strategy:
+            result = await strategy.run_steps(
+                step, iter(vectors(strategy, 4)), 4, start, seeded, **options
+            )
+        found.append(result.last_step_outputs["total"].values)
+
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
+    assert found[1][0] != found[1][1]
+
+
+async def test_recorded_numbers_reach_the_event_log(pair: ar.Strategy) -> None:
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        ctx.record("size", jnp.float32(2.5) + ctx.steps_run)
+
+    await pair.run_steps(step, iter(vectors(pair, 3)), 3, compile="jax")
+
+    events = [event for event in pair.events.events("scalar") if event.name == "size"]
+    assert [event.value for event in events] == [2.5, 3.5, 4.5]
+    assert [event.step for event in events] == [0, 1, 2]
+
+
+async def test_gradients_go_through_collectives(pair: ar.Strategy) -> None:
+    found = []
+    for options in ({}, {"compile": "jax"}):
+        with pair.scope():
+            w = ar.Variable(np.ones(3, np.float32))
+            sgd = ar.optimizers.SGD(0.1)
+
+        def step(ctx: ar.MultiStepContext, x: Any, y: Any, w: Any = w, sgd: Any = sgd) -> None:
+            def loss() -> Any:
+                scores = x @ w.value
+                mean = ar.autodiff.all_reduce("mean", scores)
+                joined = ar.autodiff.all_gather(scores, 0)
+                return jnp.sum((scores - mean - y) ** 2) + 0.1 * jnp.sum(joined**3)
+
+            sgd.blocking.minimize(loss, backend="jax")
+
+        await pair.run_steps(step, iter(elements(pair, 2)), 2, **options)
+        found.append(w.value.copy())
+
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+
+async def test_models_of_jax_and_their_state_are_compiled(pair: ar.Strategy) -> None:
+    found = []
+    for options in ({}, {"compile": "jax"}):
+        with pair.scope():
+            params = ar.autodiff.jax_variables(
+                {"w": jnp.ones(3), "b": jnp.zeros(())}, name=f"params {options}"
+            )
+            state = ar.autodiff.jax_variables(
+                {"m": jnp.zeros(3)}, trainable=False, name=f"state {options}"
+            )
+            sgd = ar.optimizers.SGD(0.01)
+
+        def step(
+            ctx: ar.MultiStepContext, x: Any, y: Any,
+            params: Any = params, state: Any = state, sgd: Any = sgd,
+        ) -> None:  # fmt: skip
+            def loss() -> Any:
+                p = params.value
+                return jnp.mean(((x - state.value["m"]) @ p["w"] + p["b"] - y) ** 2)
+
+            sgd.blocking.minimize(loss, params.variables)
+            state.set_value({"m": 0.5 * state.value["m"] + 0.5 * jnp.mean(x, axis=0)})
+
+        await pair.run_steps(step, iter(elements(pair, 4)), 4, **options)
+        found.append([np.asarray(v.components) for v in (*params.variables, *state.variables)])
+
+    for here, there in zip(found[1], found[0], strict=True):
+        np.testing.assert_allclose(here, there, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,137 @@
+"""Compiled programs: when a step is compiled, how its chunks run, and when it is let go."""
+
+import gc
+import weakref
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+
+jax = pytest.importorskip("jax")
+import jax.numpy as jnp  # noqa: E402 - jax may be missing
+
+from aioreplica.device_loop._compiled import _loop  # noqa: E402
+from aioreplica.device_loop._compiled._program import StepProgram, Trial  # noqa: E402
+from tests.device_loop.compiled_steps import adam, elements, model, vectors  # noqa: E402
+
+pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio, pytest.mark.slow]
+
+
+async def test_a_new_shape_compiles_anew_and_an_old_one_does_not(pair: ar.Strategy) -> None:
+    _, _, step = model(pair, adam)
+    counts = []
+    with mock.patch.object(Trial, "prefers_scan", return_value=True):
+        for size in (4, 4, 5, 4):
+            await pair.run_steps(step, iter(elements(pair, 2, size)), 2, compile="jax")
+            counts.append(pair.statistics().num_compiled)
+
+    assert counts == [1, 1, 2, 2]
+
+
+async def test_many_shapes_are_warned_of(pair: ar.Strategy) -> None:
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        ctx.set_last_step_output("sum", jnp.sum(x))
+
+    async def run(size: int) -> None:
+        element = ar.PerReplica([np.zeros(size, np.float32)] * 2)
+        await pair.run_steps(step, iter([element]), 1, compile="jax")
+
+    for size in range(1, 6):
+        await run(size)
+    with pytest.warns(RuntimeWarning, match="step was compiled 6 times: for a new function"):
+        await run(6)
+
+
+async def test_programs_go_with_their_step_function(pair: ar.Strategy) -> None:
+    w, optimizer, step = model(pair, adam)
+    await pair.run_steps(step, iter(elements(pair, 2)), 2, compile="jax")
+    gone = weakref.ref(w)
+    del w, optimizer, step
+    gc.collect()
+
+    assert gone() is None
+
+
+async def test_the_faster_way_is_kept(pair: ar.Strategy) -> None:
+    trial = Trial()
+    assert trial.prefers_scan()
+    for seconds in (9.0, 1.0, 9.0):  # two of them beside other work
+        trial.add("scan", seconds)
+        assert trial.prefers_scan() is (len(trial._seconds["scan"]) <= len(trial._seconds["step"]))
+        trial.add("step", 2.0)
+
+    assert trial.prefers_scan()
+    trial.add("step", 0.1)  # known by now
+    assert trial.prefers_scan()
+
+
+@pytest.mark.parametrize("how", ["scan", "step"])
+async def test_reading_ahead_counts_in_the_time_of_both_ways(pair: ar.Strategy, how: str) -> None:
+    clock, took = [0.0], []
+
+    def ahead(*_: object) -> None:
+        clock[0] += 1.0
+
+    with (
+        mock.patch.object(_loop, "perf_counter", side_effect=lambda: clock[0]),
+        mock.patch.object(_loop.CompiledLoop, "_ahead", side_effect=ahead),
+        mock.patch.object(Trial, "prefers_scan", return_value=how == "scan"),
+        mock.patch.object(Trial, "add", side_effect=lambda *args: took.append(args)),
+    ):
+        await pair.run_steps(model(pair, adam)[2], iter(elements(pair, 2)), 2, compile="jax")
+
+    assert took == [(how, 1.0)]
+
+
+async def test_a_step_is_recorded_no_more_once_it_is_compiled(pair: ar.Strategy) -> None:
+    calls = []
+
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        calls.append(x.shape)
+
+    for _ in range(3):
+        await pair.run_steps(step, iter(vectors(pair, 2)), 2, compile="jax")
+    recorded = len(calls)
+    for _ in range(6):
+        await pair.run_steps(step, iter(vectors(pair, 2)), 2, compile="jax")
+
+    assert recorded <= 3  # shapes, scan, single calls
+    assert len(calls) == recorded
+
+
+@pytest.mark.parametrize("weight", [4, 4.0, np.float32(4)])
+async def test_a_weight_that_is_a_number_is_summed_when_the_step_is_compiled(
+    pair: ar.Strategy, weight: Any
+) -> None:
+    """Its sum is a constant: it takes no collective, nor a pass over the gradients to divide."""
+    texts: list[str] = []
+    compiled = StepProgram.compiled
+
+    def noted(program: StepProgram, *args: Any, **options: Any) -> Any:
+        found = compiled(program, *args, **options)
+        texts.append(found.as_text())
+        return found
+
+    values = []
+    for given in (weight, None):
+        w, made, _ = model(pair, adam)
+
+        def step(
+            ctx: ar.MultiStepContext, x: Any, y: Any,
+            w: Any = w, made: Any = made, given: Any = given,
+        ) -> None:  # fmt: skip
+            def loss() -> ar.Weighted:
+                of_all = jnp.sum(jnp.ones_like(y)) if given is None else given
+                return ar.Weighted(jnp.sum((x @ w.value - y) ** 2), of_all)
+
+            made.blocking.minimize(loss, backend="jax")
+
+        with mock.patch.object(StepProgram, "compiled", noted):
+            await pair.run_steps(step, iter(elements(pair, 2)), 2, compile="jax")
+        values.append(w.value.copy())
+
+    assert [text.count(" all-reduce(") for text in texts[:1]] == [1]  # that of the gradient
+    np.testing.assert_allclose(values[0], values[1], rtol=1e-6)
