@@ -183,7 +183,7 @@ class Run:
             (run_device_program, (own, fn, *args), kwargs)
             for own, (fn, args, kwargs) in zip(self.replicas, calls, strict=True)
         ]
-        lanes = [HOST if d is None else str(d) for d in self.runtime.replica_devices]
+        lanes = [HOST if name == "-" else name for name in self.runtime.device_names]
         self.group.start_ops(self.places, lanes, self.port, programs)
 
     def end(self) -> None:

@@ -79,6 +79,30 @@ async def test_an_all_reduce(pair: ar.MirroredStrategy) -> None:
 
 
 @pytest.mark.asyncio
+async def test_calls_of_a_run_around_an_all_reduce(pair: ar.MirroredStrategy) -> None:
+    """With set-up and end, both replicas; asyncio's own calls are not counted."""
+    value, calls = np.ones(4), list[str]()
+
+    async def step(x: np.ndarray) -> object:
+        return await ar.get_replica_context().all_reduce("sum", x)
+
+    def note(frame: FrameType, event: str, _argument: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE) and code.co_name[0] != "<":
+            calls.append(code.co_qualname)
+
+    await pair.run(step, args=(value,))  # makes what is made once
+    sys.setprofile(note)
+    try:
+        await pair.run(step, args=(value,))
+    finally:
+        sys.setprofile(None)
+
+    assert "ReplicaGroup.start_tasks" in calls
+    assert len(calls) <= 113, calls
+
+
+@pytest.mark.asyncio
 async def test_a_step_of_sgd(pair: ar.MirroredStrategy) -> None:
     with pair.scope():
         weights, optimizer = ar.Variable(np.zeros(4)), SGD(0.1)
