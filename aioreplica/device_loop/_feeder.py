@@ -195,25 +195,17 @@ class Feeder(ABC):
         """True if the loop has all it wants, or wants nothing any more."""
         return self._infeed.num_put >= self._num_wanted or self._infeed.is_aborted
 
-    def _put(self, *elements: object) -> None:
-        """Put elements; a tuple is spread over the inputs of the step function.
+    def _put(self, element: object) -> None:
+        """Put one element; a tuple is spread over the inputs of the step function.
 
         Raises:
-            ValueError: If one does not look like the first one; those before it are put.
+            ValueError: If it does not look like the first one.
         """
-        count, begun = len(self._steps), self._infeed.num_put
-        fitting = self._shapes.split_alike(elements) if len(elements) > 1 else []
-        if fitting:
-            self._infeed.put(*fitting)
-            return
-        try:
-            for element in elements:
-                parts = _parts(element if type(element) is tuple else (element,), count)
-                self._shapes.check(begun + len(fitting), parts)
-                fitting.append(parts)
-        finally:
-            if fitting:
-                self._infeed.put(*fitting)
+        if type(element) is not tuple:
+            element = (element,)
+        parts = _parts(element, len(self._steps))
+        self._shapes.check(self._infeed.num_put, parts)
+        self._infeed.put(parts)
 
     def _end(self, error: BaseException | None) -> None:
         """Let the loop end after the elements that are there."""
@@ -470,7 +462,12 @@ class TaskFeeder(Feeder):
                 await self._room()
             if infeed.is_aborted:
                 return
-            self._put(*(readings if self._batches is None else [r.value for r in readings]))
+            alike = self._shapes.split_alike(readings) if len(readings) > 1 else []
+            if alike:
+                self._infeed.put(*alike)
+            else:
+                for reading in readings:
+                    self._put(reading if self._batches is None else reading.value)
             if type(last) is Raised:
                 raise last.error
             if last is Mark.END:

@@ -71,8 +71,12 @@ class Infeed:
             first = leaves(elements[0])
             num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in first)
             self.capacity = max(2, min(MAX_AHEAD, self._ahead_bytes // max(1, num_bytes)))
-        for replica_id, queue in self._in_order:
-            queue.put(*[parts[replica_id] for parts in elements])
+        if len(elements) == 1:  # eager steps read one by one
+            for replica_id, queue in self._in_order:
+                queue.put(elements[0][replica_id])
+        else:
+            for replica_id, queue in self._in_order:
+                queue.put(*[parts[replica_id] for parts in elements])
         self.num_put += len(elements)
 
     def end(self) -> None:
@@ -82,7 +86,7 @@ class Infeed:
 
     @property
     def room(self) -> int:
-        """How many more elements may be put."""
+        """Number of elements that may be put now."""
         return self.capacity - self.num_put + min(self._taken)
 
     @property
@@ -210,7 +214,7 @@ class DeviceQueue:
 
     @property
     def num_items(self) -> int:
-        """How many items are there, marks included."""
+        """Number of items that are there, marks included."""
         return len(self._items)
 
     def put(self, *items: object) -> None:

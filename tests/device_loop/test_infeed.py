@@ -226,7 +226,6 @@ def test_a_thread_that_takes_all_misses_nothing_of_one_that_puts_many(
     is_end = False
     try:
         while not is_end:
-            infeed.wait_for(1)
             taken, is_end = infeed.take_all(3)
             for own, items in zip(found, taken, strict=True):
                 own.extend(items)
