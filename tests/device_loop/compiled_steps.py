@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import aioreplica as ar
+
+jnp = pytest.importorskip("jax.numpy")
 
 
 def elements(strategy: ar.Strategy, count: int, size: int = 4, seed: int = 0) -> list[Any]:
