@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from time import monotonic, thread_time
 from typing import TypeVar, final
 
-from ..devices import CompletionQueue, lane_table, run_on_lane, wait_until_done
+from ..devices import CompletionQueue, lane_table, num_cores, run_on_lane, wait_until_done
 
 T = TypeVar("T")
 
 LANE = "checkpoint"
 BEHIND = "checkpoint-behind"
-"""The lane of saves that training goes on beside: its threads leave the cores to the devices."""
+"""The lane of saves that training goes on beside: its threads leave the cores to the devices.
+
+It writes local folders only: threads that another storage starts would stay as nice for good.
+"""
 NICER = 10
 NUM_THREADS = 4
+SHARE = 1 / 6
+"""Of the processor time of all cores, what a save on BEHIND takes until somebody waits for it."""
+PAUSE_S = 0.02
+"""Pauses are at least so long: most steps of a few ms then have all cores from end to end."""
 
 
 @final
@@ -34,6 +43,38 @@ class Stop:
         """Raise StoppedError if it is so."""
         if self.is_set or self._loop.is_closed():
             raise StoppedError
+
+
+@final
+class Pace:
+    """Bounds the processor time that the threads of one save take, until somebody waits for it.
+
+    Niceness does not do it: a nicer thread that has a core to itself keeps it, and the threads of
+    devices share the others. The save begins with a pause, so steps that its cut has held go first.
+    Time in which a thread waits, for the disk for one, is a pause as well.
+    """
+
+    def __init__(self) -> None:
+        self._is_hurried = threading.Event()
+        self._lock = threading.Lock()
+        self._paid_s = monotonic() + 2 * PAUSE_S  # when nothing is owed to the others
+
+    def hurry(self) -> None:
+        """End all pauses, at once; from any thread."""
+        self._is_hurried.set()
+
+    def paced(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield items, with pauses for the processor time that goes into them; blocks."""
+        cores = num_cores() * SHARE
+        for item in items:
+            pause_s = self._paid_s - monotonic()
+            if pause_s >= PAUSE_S:
+                self._is_hurried.wait(pause_s)
+            began_s, used_s = monotonic(), thread_time()
+            yield item
+            with self._lock:
+                owed_s = (thread_time() - used_s) / cores
+                self._paid_s = max(self._paid_s, began_s) + owed_s
 
 
 async def run_all(

@@ -29,7 +29,7 @@ from ._chief import (
 from ._claims import read_listing
 from ._description import StepDescription, description_of
 from ._fsspec import storage_of
-from ._lane import BEHIND, LANE, Stop, run_all
+from ._lane import Pace, Stop, run_all
 from ._parts import read_entry
 from ._preemption import run_and_save
 from ._reading import (
@@ -131,6 +131,7 @@ class CheckpointManager:
         )
         self._turn = asyncio.Lock()  # of the save that is going on
         self._background: OwnedTask[None] | None = None
+        self._pace: Pace | None = None  # of the save in the background
         self._failure: BaseException | None = None  # of a save in the background
         self._restored: Restored | None = None
 
@@ -157,8 +158,7 @@ class CheckpointManager:
                 if its manifest cannot be read back, so that this is not known.
             WorkerLostError: If another worker was cancelled in the save, or is gone.
             TypeError: If something in the state cannot be saved.
-            ValueError: If `step` is negative, the state is not a container, or two of its entries
-                have one name.
+            ValueError: If `step` is negative, the state no container, or two entries have one name.
             ContextError: If called in a step.
 
         Cancellation:
@@ -166,7 +166,7 @@ class CheckpointManager:
         """
         number = _checked_step(step)
         require_outside_steps("CheckpointManager.save")
-        _end_cut_off(self)
+        _hurry(self)
         await self._turn.acquire()
         try:
             self._raise_failure()
@@ -182,6 +182,7 @@ class CheckpointManager:
         if wait or not is_first(workers):
             self._turn.release()
         else:
+            self._pace = Pace() if type(self._storage) is LocalStorage else None
             self._background = OwnedTask(self._write_behind(number, cut), f"checkpoint {number}")
 
     async def save_on_cancel(
@@ -229,7 +230,7 @@ class CheckpointManager:
         return await run_and_save(work, state, step, write, grace_s, on_sigterm=exit_on_sigterm)
 
     async def _write_in_turn(self, step: int, cut: Cut) -> None:
-        _end_cut_off(self)
+        _hurry(self)
         async with self._turn:
             await self._write(_checked_step(step), cut)
 
@@ -242,15 +243,14 @@ class CheckpointManager:
         Cancellation:
             Stops waiting; the save goes on.
         """
-        _end_cut_off(self)
+        _hurry(self)
         while self._background is not None and not self._background.is_done:
             await self._background.done_or_cancelled()
         self._raise_failure()
 
     async def _write_behind(self, step: int, cut: Cut) -> None:
         try:
-            # Nice threads that a store starts would stay so: only the writer of local files is.
-            await self._write(step, cut, BEHIND if type(self._storage) is LocalStorage else LANE)
+            await self._write(step, cut, self._pace)
         except asyncio.CancelledError:
             self._failure = CheckpointNotCommittedError(
                 f"Step {step} was not saved in {self._storage}: its task was cancelled."
@@ -262,7 +262,7 @@ class CheckpointManager:
             self._turn.release()
 
     async def _write(
-        self, step: int, cut: Cut, lane: str = LANE, workers: Workers | None = None
+        self, step: int, cut: Cut, pace: Pace | None = None, workers: Workers | None = None
     ) -> None:
         begun: list[Saving] = []
         num_bytes = 0
@@ -286,7 +286,7 @@ class CheckpointManager:
                 nullcontext() if self._retry is None else self._telling_of_retries(storage, "save")
             ):
                 left = await (
-                    write_cut(storage, step, cut, begin, end, lane)
+                    write_cut(storage, step, cut, begin, end, pace)
                     if workers is None
                     else write_together(workers, storage, step, cut, begin, end)
                 )
@@ -456,7 +456,7 @@ class CheckpointManager:
         await self._at_rest(unpin_step, _checked_step(step))
 
     async def _at_rest(self, change: Callable[[Storage, int], None], step: int) -> None:
-        _end_cut_off(self)
+        _hurry(self)
         storage = self._retried()
         async with self._turn:
             with self._telling_of_retries(storage, "change of pins"):
@@ -523,7 +523,7 @@ class CheckpointManager:
             Raised again once the save has ended.
         """
         try:
-            _end_cut_off(self)
+            _hurry(self)
             if self._background is not None:
                 await self._background.ended(through_interrupt=True)
         finally:
@@ -549,8 +549,8 @@ class CheckpointManager:
             error.add_note(f"A save in the background had failed too: {failure}")
 
 
-def _end_cut_off(manager: CheckpointManager) -> None:
-    """End a save in the background whose event loop was closed: nobody else would.
+def _hurry(manager: CheckpointManager) -> None:
+    """End the pauses of a save in the background; end it if its event loop was closed.
 
     Raises:
         LoopMismatchError: If its event loop is another one, and not closed.
@@ -561,6 +561,8 @@ def _end_cut_off(manager: CheckpointManager) -> None:
     loop = saving.task.get_loop()
     if not loop.is_closed():
         require_loop(loop, manager)
+        if manager._pace is not None:
+            manager._pace.hurry()
         return
     manager._background, manager._turn = None, asyncio.Lock()
     manager._failure = CheckpointUncertainError(

@@ -42,7 +42,7 @@ from ._format import (
     parse_share,
     tensors_header,
 )
-from ._lane import NUM_THREADS, Stop, run_all
+from ._lane import BEHIND, LANE, NUM_THREADS, Pace, Stop, run_all
 from ._retry import RetriedStorage
 from ._state import Cut, StoredTensor, dtype_name
 from ._storage import BLOCK_BYTES, Sink, Storage, read_all
@@ -76,7 +76,7 @@ async def write_cut(
     cut: Cut,
     begin: Callable[[], int],
     end: Callable[[Stop, int], T],
-    lane: str,
+    pace: Pace | None,
 ) -> T:
     """Write a cut as a step, durably; on one thread unless it has several files.
 
@@ -86,15 +86,14 @@ async def write_cut(
         cut: What to write.
         begin: Called first, on the thread; makes the claim of the step, and returns its sequence.
         end: Called there once the step is saved, with the length of its data files.
-        lane: Whose threads write.
+        pace: Of a save that training goes on beside; None writes at once.
 
     Returns:
         What `end` returns.
 
     Raises:
         CheckpointNotCommittedError: If it was not written; what was there before still is.
-        CheckpointUncertainError: If it was, but could not be made durable; or if it cannot be
-            told whether it was.
+        CheckpointUncertainError: If it was, but not durably; or if that cannot be told.
         Exception: What `begin` or `end` raises.
 
     Cancellation:
@@ -103,7 +102,8 @@ async def write_cut(
     stop = Stop()
     if isinstance(storage, RetriedStorage):
         storage.stop = stop
-    write = StepWriter(storage, step, cut, stop)
+    lane = LANE if pace is None else BEHIND
+    write = StepWriter(storage, step, cut, stop, pace)
     results: list[T] = []
 
     def start() -> list[Callable[[], FileRecord]]:
@@ -141,7 +141,9 @@ class StepWriter:
         worker: The one that writes its share; None for one that writes all.
     """
 
-    def __init__(self, storage: Storage, step: int, cut: Cut, stop: Stop) -> None:
+    def __init__(
+        self, storage: Storage, step: int, cut: Cut, stop: Stop, pace: Pace | None = None
+    ) -> None:
         self.attempt = 0
         self.worker: int | None = None
         self._storage = storage
@@ -151,6 +153,9 @@ class StepWriter:
         self._sequence = -1  # until it has begun: before, nothing in the folder is its own
         self._cut = cut
         self._stop = stop
+        self._paced: Callable[[Iterable[memoryview]], Iterator[memoryview]] = (
+            iter if pace is None else pace.paced
+        )
         self._folder = folder_of(step)
         self._groups: list[list[Tensor]] = []
         self._stored: dict[str, dict[int, StoredTensor]] = {key: {} for key in cut.arrays}
@@ -262,7 +267,7 @@ class StepWriter:
                     tensor_crc, marks = self._write_large(sink, array)
                 else:
                     tensor_crc, marks = 0, ()
-                    for block in blocks(array):
+                    for block in self._paced(blocks(array)):
                         self._stop.check()
                         tensor_crc = zlib.crc32(block, tensor_crc)
                         sink.write(block)
@@ -288,7 +293,7 @@ class StepWriter:
     def _write_large(self, sink: Sink, array: Array) -> tuple[int, tuple[int, ...]]:
         """Write a tensor; return its checksum, and those of its beginnings."""
         crc, room, marks = 0, CHUNK_BYTES, []
-        for block in blocks(array):
+        for block in self._paced(blocks(array)):
             self._stop.check()
             rest = block
             while len(rest) >= room:

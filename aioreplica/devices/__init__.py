@@ -2,6 +2,7 @@
 
 from .._export import export_public
 from ._completion import CompletionQueue as CompletionQueue
+from ._cores import num_cores as num_cores
 from ._gate import Gate as Gate
 from ._lane import Lane as Lane
 from ._lane import LaneStatistics as LaneStatistics

@@ -1,0 +1,189 @@
+"""Pauses of a save in the background: how many, and that whoever waits for it ends them."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+from aioreplica.checkpoint import FsspecStorage, _lane
+from aioreplica.checkpoint._lane import PAUSE_S, SHARE, Pace
+
+STATE = {"model": [np.arange(4.0)]}
+FOR_EVER_S = 1e6
+
+
+class Clock(threading.Event):
+    """Time that passes by work, by waiting for the disk, and by the pauses of a pace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 100.0
+        self.used_s = 7.0
+        self.pauses: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.pauses.append(timeout)
+        self.now_s += timeout
+        return False
+
+    def work(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.used_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(_lane, "monotonic", lambda: clock.now_s)
+    monkeypatch.setattr(_lane, "thread_time", lambda: clock.used_s)
+    monkeypatch.setattr(_lane, "num_cores", lambda: 2)
+    return clock
+
+
+def pace_on(clock: Clock) -> Pace:
+    pace = Pace()
+    pace._is_hurried = clock
+    return pace
+
+
+@pytest.mark.parametrize("item_s", [1e-5, 1e-3, 0.1])
+@pytest.mark.parametrize("num_cores", [1, 2, 64])
+def test_a_save_takes_its_share_of_the_cores(
+    item_s: float, num_cores: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_lane, "num_cores", lambda: num_cores)
+    pace, begin_s, used_s = pace_on(clock), clock.now_s, clock.used_s
+
+    for _ in pace.paced(range(20_000)):
+        clock.work(item_s)
+
+    share = (clock.used_s - used_s) / (clock.now_s - begin_s)
+    assert share <= SHARE * num_cores * 1.05  # the last pause is not made
+    assert share >= min(1.0, SHARE * num_cores) * 0.8
+    assert min(clock.pauses) >= PAUSE_S
+
+
+def test_a_save_begins_with_a_pause(clock: Clock) -> None:
+    pace = pace_on(clock)
+
+    next(pace.paced([1]))
+
+    assert clock.pauses == [pytest.approx(2 * PAUSE_S)]
+
+
+def test_waiting_for_the_disk_is_a_pause(clock: Clock) -> None:
+    pace = pace_on(clock)
+
+    for _ in pace.paced(range(1000)):
+        clock.work(1e-3)
+        clock.now_s += 2.1e-3
+
+    assert len(clock.pauses) == 1  # the first one
+
+
+def test_all_tensors_of_a_save_have_one_share(clock: Clock) -> None:
+    pace, begin_s, used_s = pace_on(clock), clock.now_s, clock.used_s
+
+    for _ in range(1000):
+        for _ in pace.paced([1]):
+            clock.work(1e-3)
+
+    share = (clock.used_s - used_s) / (clock.now_s - begin_s)
+    assert share == pytest.approx(2 * SHARE, rel=0.05)
+
+
+# --- whoever waits ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _pauses_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_lane, "PAUSE_S", FOR_EVER_S)
+
+
+async def wait(manager: ar.CheckpointManager) -> None:
+    await manager.wait()
+
+
+async def save_again(manager: ar.CheckpointManager) -> None:
+    await manager.save(2, STATE)
+
+
+async def save_again_behind(manager: ar.CheckpointManager) -> None:
+    await manager.save(2, STATE, wait=False)
+
+
+async def restore(manager: ar.CheckpointManager) -> None:
+    assert await manager.restore({"model": [np.zeros(4)]}) == 1
+
+
+async def pin(manager: ar.CheckpointManager) -> None:
+    await manager.pin(1)
+
+
+async def save_on_cancel(manager: ar.CheckpointManager) -> None:
+    work = asyncio.create_task(manager.save_on_cancel(asyncio.Event().wait(), STATE, lambda: 2))
+    await asyncio.sleep(0)
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+
+
+async def close(manager: ar.CheckpointManager) -> None:
+    await manager.aclose()
+
+
+WAYS = [wait, save_again, save_again_behind, restore, pin, save_on_cancel, close]
+
+
+@pytest.mark.usefixtures("_pauses_for_ever")
+@pytest.mark.parametrize("is_begun", [False, True], ids=["at-once", "in-a-pause"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.asyncio
+async def test_whoever_waits_for_a_save_ends_its_pauses(
+    way: Callable[[ar.CheckpointManager], Awaitable[None]], is_begun: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    pausing = asyncio.Event()
+    loop, pause = asyncio.get_running_loop(), threading.Event.wait
+
+    def tell_and_wait(event: threading.Event, timeout: float | None = None) -> bool:
+        if timeout is not None and timeout > FOR_EVER_S / 2:
+            loop.call_soon_threadsafe(pausing.set)
+        return pause(event, timeout)
+
+    monkeypatch.setattr(threading.Event, "wait", tell_and_wait)
+    async with ar.CheckpointManager(tmp_path) as manager:
+        await manager.save(1, STATE, wait=False)
+        if is_begun:
+            await pausing.wait()
+            assert manager.statistics().num_saved == 0
+
+        await way(manager)
+
+        assert 1 in manager.steps()
+
+
+@pytest.mark.usefixtures("_pauses_for_ever")
+@pytest.mark.asyncio
+async def test_saves_that_are_waited_for_make_no_pauses(tmp_path: Path) -> None:
+    async with ar.CheckpointManager(tmp_path) as manager:
+        await manager.save(1, STATE)
+
+        assert manager.steps() == (1,)
+
+
+@pytest.mark.usefixtures("_pauses_for_ever")
+@pytest.mark.asyncio
+async def test_saves_into_other_storages_make_no_pauses() -> None:
+    storage = FsspecStorage("memory://paces")
+    async with ar.CheckpointManager(storage) as manager:
+        await manager.save(1, STATE, wait=False)
+        while manager.statistics().is_saving:
+            await asyncio.sleep(0)
+
+        assert manager.steps() == (1,)
