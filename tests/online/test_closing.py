@@ -133,12 +133,16 @@ async def test_a_challenger_on_a_thread_that_hangs_is_left_behind(folder: Path) 
 
     bad = rival(folder)
     bad.learner.step_fn = step
-    async with models(folder, rivals={"b": bad}, grace_s=2.0) as found:
+    async with models(folder, rivals={"b": bad}, grace_s=6.0) as found:
         learner = found["main"].learner
         await take(found, 0)
         await until(begun.is_set)
-        with pytest.warns(RuntimeWarning, match="'b' was not closed in order: The model 'b' cann"):
-            await learner.aclose()
+        try:
+            with pytest.warns(RuntimeWarning, match="'b' was not closed in order: The model 'b' c"):
+                await learner.aclose()
+        except BaseException:
+            go.set()  # or whatever is wrong here would be hidden by the wait for the thread
+            raise
         assert learner.state == "closed"
         assert found["main"].manager is not None
         assert found["main"].manager.steps() == (1,)
