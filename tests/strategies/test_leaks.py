@@ -109,7 +109,7 @@ async def test_a_run_makes_no_reference_cycles() -> None:
     async with mirrored(2) as strategy:
         await one_of_each(strategy, 2 * KINDS)
         gc.collect()
-        gc.freeze()  # what other tests have left, and somebody lets go of meanwhile, is not looked at
+        gc.freeze()  # what other tests left, and somebody lets go of meanwhile, is not looked at
         gc.disable()
         try:
             for kind in (2, 3, 7, 8):
