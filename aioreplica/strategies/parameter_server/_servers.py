@@ -298,18 +298,19 @@ class Servers:
         if self.is_lost and not self.is_reopening:
             raise self.lost_error()
 
+    def give_up(self) -> None:
+        """Take the cluster and all it holds for lost, until `go_back`."""
+        self._miss_all()
+        self._is_left = True
+
     async def reopen(self, engine: ClosureEngine) -> None:
         """Make all servers anew, without variables, on a cluster that may be another one.
 
         Raises:
-            Exception: As `ClosureEngine.start`; all is lost then.
-
-        Cancellation:
-            Leaves all lost.
+            Exception: As `ClosureEngine.start`; all is lost then, as it is when cancelled.
         """
         async with self.lock:
-            self._miss_all()
-            self._is_left = True
+            self.give_up()
             self.epoch += 1  # what the former workers still send is nothing any more
             self._handles.clear()
             if self.copies is not None:

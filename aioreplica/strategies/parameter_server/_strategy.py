@@ -312,6 +312,7 @@ class ParameterServerStrategy(Strategy):
         if resolver_or_client is not None:
             engine = _engine_of(resolver_or_client, engine.num_workers or 1, security)
         servers.is_reopening, step = True, None
+        servers.give_up()  # before the first await: cancelled from here on, all is lost
         try:
             if self._coordinator is not None:
                 await self._coordinator.end_with_cluster()

@@ -294,6 +294,27 @@ async def test_one_that_is_cancelled_or_fails_leaves_it_lost(
 
 
 @pytest.mark.asyncio
+async def test_one_that_is_cancelled_while_it_waits_for_servers_leaves_all_lost(
+    tmp_path: Path,
+) -> None:
+    async with program(tmp_path) as it:
+        await it.learned(2)
+        await it.saved.save(1, it.state)
+        it.engine.lose_server(0)
+        servers = it.strategy.servers
+        async with servers.lock:
+            reopening = asyncio.create_task(it.reopen())
+            while it.coordinator._runner.is_open:
+                await asyncio.sleep(0)
+            reopening.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reopening
+        await assert_lost(it)
+        assert (await it.reopen()).step == 1
+        await it.learned(1)
+
+
+@pytest.mark.asyncio
 async def test_who_waits_hears_of_the_loss(tmp_path: Path) -> None:
     async with program(tmp_path) as it:
         gate = Gate()
