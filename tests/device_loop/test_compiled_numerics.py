@@ -21,6 +21,8 @@ from tests.conftest import mirrored
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402 - jax may be missing
 
+from .compiled_steps import vectors  # noqa: E402
+
 pytestmark = [pytest.mark.asyncio, pytest.mark.slow]
 STEPS = 3
 DTYPES = {"float32": 1e-5, "float64": 1e-12}
@@ -285,3 +287,31 @@ async def test_numbers_are_asked_for_step_by_step() -> None:
     rate, base = asked[0][-3:-1]
     assert [each[:2] for each in asked[0][-3:]] == [("rate", 3), ("prepare", 3), ("prepare", 3)]
     assert asked[1] == [*asked[0], rate, base]  # for `finish`, once
+
+
+@pytest.mark.parametrize("as_array", [False, True])
+@pytest.mark.parametrize(
+    "weight",
+    [True, np.True_, np.int8(100), np.int16(20_000), np.uint8(200), 2**31 - 1],
+    ids=lambda weight: f"{type(weight).__name__}-{weight}",
+)
+async def test_a_sum_of_small_integer_weights_does_not_wrap(weight: Any, as_array: bool) -> None:
+    if as_array and type(weight) is int:
+        pytest.skip("an array of that dtype has no room for a sum of two")
+    found = []
+    for options in ({}, {"compile": "jax"}):
+        async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+            with strategy.scope():
+                w, optimizer = ar.Variable(np.ones(4, np.float32)), ar.optimizers.SGD(0.1)
+
+            def step(
+                ctx: ar.MultiStepContext, x: Any, w: Any = w, optimizer: Any = optimizer
+            ) -> None:
+                given = jnp.asarray(weight) if as_array else weight
+                optimizer.blocking.minimize(
+                    lambda: ar.Weighted(jnp.sum(x * w.value) * 1000, given), backend="jax"
+                )
+
+            await strategy.run_steps(step, iter(vectors(strategy, 3)), 3, **options)
+            found.append(w.value.copy())
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from numbers import Number
+from numbers import Integral, Number
 from operator import attrgetter
 from typing import Any, Protocol, TypeAlias, final
 
@@ -435,7 +435,7 @@ def _merged(
             part = jnp.where(jnp.asarray(weight) == 0, 0, part)
         parts.append(part)
         weights.append(weight)
-    found = [jnp.asarray(w) for w in weights if w is not None and not isinstance(w, Number)]
+    found = [_wide(w) for w in weights if w is not None and not isinstance(w, Number)]
     combined = (trace.first if is_summed else trace.sum)([*parts, *found])
     sums, left = combined[: len(parts)], iter(combined[len(parts) :])
     is_mean = settings.is_mean and not is_summed
@@ -457,8 +457,17 @@ def _merged(
     return merged, no_weight
 
 
+def _wide(weight: Any) -> Traced:
+    """Return a weight, of small integers in a dtype in which a sum of them does not wrap."""
+    found = jnp.asarray(weight)
+    is_small = found.dtype.kind in "iub" and found.dtype.itemsize < 4
+    return found.astype(jnp.int32) if is_small else found
+
+
 def _sum_of_equal(weight: Any, count: int) -> np.number[Any]:
     """Sum a weight that is a plain number, the same on all replicas, in their order."""
+    if isinstance(weight, Integral):
+        return np.float64(int(weight) * count)
     dtype = jax.dtypes.canonicalize_dtype(np.asarray(weight).dtype)
     total: np.number[Any] = np.add.accumulate(np.full(count, weight, dtype), dtype=dtype)[-1]
     return total
