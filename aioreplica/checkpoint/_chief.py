@@ -196,6 +196,8 @@ class _Together:
         sequence, mark, self.writer.attempt = json.loads(begun[0])
         claim = Claim(sequence, self.step)
         look = partial(self._look, claim, mark)
+        if not is_first:
+            self.writer.claimed = claim, mark
         seen = await self._stage(turn, "the directory", None if is_first else look)
         blind = [rank for rank, found in enumerate(seen) if rank and not found]
         if blind:

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import CheckpointError, CheckpointNotCommittedError, CheckpointUncertainError
 from ..tree import Array
-from ._claims import Claim, pin_name, read_listing
+from ._claims import Claim, mark_of, pin_name, read_listing
 from ._format import (
     CHUNK_BYTES,
     DATA_FILE,
@@ -139,6 +139,7 @@ class StepWriter:
     Attributes:
         attempt: Number of this save among those of the step.
         worker: The one that writes its share; None for one that writes all.
+        claimed: The claim of another worker that it writes under, and its mark; None if its own.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class StepWriter:
     ) -> None:
         self.attempt = 0
         self.worker: int | None = None
+        self.claimed: tuple[Claim, str] | None = None
         self._storage = storage
         self._retried = storage if isinstance(storage, RetriedStorage) else None
         self._bare = storage if self._retried is None else self._retried.bare
@@ -159,7 +161,7 @@ class StepWriter:
         self._folder = folder_of(step)
         self._groups: list[list[Tensor]] = []
         self._stored: dict[str, dict[int, StoredTensor]] = {key: {} for key in cut.arrays}
-        self._names: list[str] = []
+        self._made: list[str] = []
         self._may_be_saved = False  # once a manifest may name the files, they are not removed
 
     def begin(self, sequence: int) -> None:
@@ -176,11 +178,11 @@ class StepWriter:
         """Return what writes each file, under a name that is not there yet."""
         self._groups = _in_files(self._cut)
         who = "" if self.worker is None else f"-w{self.worker:03d}"
-        self._names = [
+        names = [
             f"data-{self.attempt:04d}{who}-{i:03d}.safetensors" for i in range(len(self._groups))
         ]
         write = self._write_file if self._retried is None else self._retry_file
-        return [partial(write, *each) for each in enumerate(self._names)]
+        return [partial(write, *each) for each in enumerate(names)]
 
     def _number_of(self, key: str, index: int) -> int:
         """Return the number that one of the arrays of an entry has among its stored tensors."""
@@ -227,7 +229,8 @@ class StepWriter:
             try:
                 return self._write_file(number, name)
             except OSError:
-                self._bare.remove(f"{self._folder}/{name}")
+                if self._is_claimed():
+                    self._bare.remove(f"{self._folder}/{name}")
                 raise
 
         return self._retried.again(once)
@@ -259,6 +262,7 @@ class StepWriter:
         if size > MAX_HEADER_BYTES:
             raise OSError(errno.EFBIG, _LONG_NAMES.format(size, MAX_HEADER_BYTES), path)
         sink = self._bare.create(path)
+        self._made.append(name)
         try:
             sink.write(memoryview(header))
             for (key, index), place, form in zip(tensors, numbers, forms, strict=True):
@@ -347,10 +351,13 @@ class StepWriter:
             _remove_others(self._storage, self._folder, {MANIFEST, *names})
 
     def clean_up(self) -> None:
-        """Remove what was written, as far as that is possible, unless it may be saved."""
-        if self._may_be_saved:
+        """Remove what was written, as far as that is possible, unless it may be saved.
+
+        A worker that was taken for lost leaves it: without its claim a name may be that of another.
+        """
+        if self._may_be_saved or not self._is_claimed():
             return
-        is_first, names = self._sequence >= 0, self._names
+        is_first, names = self._sequence >= 0, self._made
         if is_first:
             with suppress(Exception):
                 self._bare.remove(Claim(self._sequence, self._step).name)
@@ -364,6 +371,15 @@ class StepWriter:
         with suppress(Exception):
             if is_first and not self._bare.list(self._folder):
                 self._bare.remove_folder(self._folder)
+
+    def _is_claimed(self) -> bool:
+        """Tell whether the claim is still there, so that the names are those of this save."""
+        if self.claimed is None:
+            return True
+        claim, mark = self.claimed
+        with suppress(Exception):
+            return mark_of(self._bare, claim).decode(errors="replace") == mark
+        return False
 
     def _require_in_place(self, path: str, data: bytes, failure: Exception | None) -> None:
         """Read the manifest back, and find out whether the step is saved.

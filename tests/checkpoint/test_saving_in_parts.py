@@ -374,6 +374,43 @@ async def test_a_worker_that_ends_while_it_writes_leaves_no_step(
         assert not left
 
 
+@pytest.mark.parametrize("retry", [None, 5.0], ids=["once", "again"])
+async def test_a_worker_that_was_taken_for_lost_removes_no_file_of_a_later_save(
+    tmp_path: Path, retry: float | None
+) -> None:
+    saved, num_saved = asyncio.Event(), 0
+
+    async def program(strategy: Any) -> Any:
+        nonlocal num_saved
+        training = Training(strategy)
+        storage: Any = LocalStorage(tmp_path)
+        if rank_of(strategy) == 1:
+            gate = Gated(storage)
+            async with ar.CheckpointManager(gate, retry=retry) as manager:
+                saving = asyncio.ensure_future(manager.save(2, training.state))
+                await gate.came.wait()
+                lose(strategy)
+                await saved.wait()
+                gate.may_go.set()
+                with pytest.raises((CheckpointError, WorkerLostError)):
+                    await saving
+            return
+        async with ar.CheckpointManager(storage) as manager:
+            with pytest.raises(WorkerLostError):
+                await manager.save(2, training.state)
+        await strategy.shrink()
+        async with ar.CheckpointManager(storage) as manager:
+            await manager.save(2, Training(strategy, suffix="-2").state)
+        num_saved += 1
+        if num_saved == 2:
+            saved.set()
+
+    assert await outcomes(strategies(3, 1), [program] * 3) == [None] * 3
+
+    assert len(names_of(tmp_path)) == 3
+    await ar.CheckpointManager(tmp_path).verify(2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("is_late", [False, True])
