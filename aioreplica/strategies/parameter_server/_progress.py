@@ -56,7 +56,7 @@ class Reopened:
 
 
 @final
-class Cut(NamedTuple):
+class IteratorCut(NamedTuple):
     """State of closures and iterators when a checkpoint looked at the variables.
 
     Attributes:
@@ -69,14 +69,14 @@ class Cut(NamedTuple):
 
 
 @final
-class Progress:
+class ClosureProgress:
     """Knows what finished since the last checkpoints, and what was lost unfinished."""
 
     def __init__(self) -> None:
         self._finished: deque[tuple[int, str]] = deque(maxlen=MAX_NAMED)
         self._num_finished = 0
         self._unfinished: dict[int, str] = {}
-        self._cuts: dict[int, Cut] = {}
+        self._cuts: dict[int, IteratorCut] = {}
 
     def finished(self, closure: Numbered) -> None:
         """Learn that a closure has ended well."""
@@ -96,12 +96,12 @@ class Progress:
         """
         while number in self._cuts and self._cuts[number].num_finished != self._num_finished:
             number += 1
-        self._cuts[number] = Cut(self._num_finished, dict(leases))
+        self._cuts[number] = IteratorCut(self._num_finished, dict(leases))
         for old in [*self._cuts][:-MAX_CUTS]:
             del self._cuts[old]
         return number
 
-    def found(self, number: int) -> Cut | None:
+    def found(self, number: int) -> IteratorCut | None:
         """Return the cut that a restored checkpoint is of; None if it is of no known one."""
         return self._cuts.get(number)
 
@@ -111,7 +111,7 @@ class Progress:
             for each in self._cuts.values():
                 each.leases.pop(number, None)
 
-    def go_back(self, step: int | None, cut: Cut | None) -> Reopened:
+    def go_back(self, step: int | None, cut: IteratorCut | None) -> Reopened:
         """Go back to a cut, or to the beginning; return what that undoes."""
         num_kept = 0 if cut is None else cut.num_finished
         num_undone = self._num_finished - num_kept
@@ -124,7 +124,7 @@ class Progress:
         )
 
     def __repr__(self) -> str:
-        return f"<Progress | {self._num_finished} finished, {len(self._cuts)} cuts>"
+        return f"<ClosureProgress | {self._num_finished} finished, {len(self._cuts)} cuts>"
 
 
 def _named(closures: Iterable[tuple[int, str]]) -> tuple[str, ...]:

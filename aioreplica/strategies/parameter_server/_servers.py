@@ -29,7 +29,7 @@ from ._messages import (
     Spec,
 )
 from ._partition import ServedRows
-from ._progress import NumberedT, Progress, Reopened
+from ._progress import ClosureProgress, NumberedT, Reopened
 from ._server import ParameterServer
 from ._variables import ServedVariable, split_value
 
@@ -95,7 +95,7 @@ class Servers:
         self._newest: dict[int, tuple[int, bytes]] = {}
         self._recipes: dict[int, tuple[int, bytes]] = {}  # that servers have
         self.settings: dict[int, Any] = {}
-        self.progress = Progress()
+        self.progress = ClosureProgress()
         self.is_reopening = self._is_left = False
         self.copies = Copies(self._handles, self._new_copy) if replicate else None
 

@@ -15,7 +15,7 @@ import pytest
 import aioreplica as ar
 from aioreplica.cluster import LocalClosureEngine
 from aioreplica.errors import CheckpointError, ContextError, WorkerLostError
-from aioreplica.strategies.parameter_server._progress import MAX_CUTS, MAX_NAMED, Progress
+from aioreplica.strategies.parameter_server._progress import MAX_CUTS, MAX_NAMED, ClosureProgress
 from aioreplica.strategies.parameter_server._splits import Leases
 from tests.parameter_server.coordinating import Gate
 
@@ -377,13 +377,13 @@ async def test_an_error_that_nobody_has_seen_is_seen_afterwards(tmp_path: Path) 
         assert len(await it.learned(2)) == 2
 
 
-def finish(progress: Progress, *numbers: int) -> None:
+def finish(progress: ClosureProgress, *numbers: int) -> None:
     for number in numbers:
         progress.finished(SimpleNamespace(number=number, fn_name="fn"))  # type: ignore[arg-type]
 
 
 def test_cuts_with_the_same_next_step_are_told_apart() -> None:
-    progress = Progress()
+    progress = ClosureProgress()
     finish(progress, 1)
     assert progress.cut(9, {}) == 9
     finish(progress, 0, 4)
@@ -400,7 +400,7 @@ def test_cuts_with_the_same_next_step_are_told_apart() -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    progress = Progress()
+    progress = ClosureProgress()
     for number in range(MAX_CUTS + 2):
         progress.cut(number, {})
     assert progress.found(1) is None
