@@ -3,6 +3,7 @@
 from .._export import export_public
 from ._example import ExampleSpec as ExampleSpec
 from ._folder_source import FolderSource as FolderSource
+from ._generations import roll_back_closed as roll_back_closed
 from ._journal import Journal as Journal
 from ._learner import OnlineLearner as OnlineLearner
 from ._migration import Migration as Migration
@@ -13,7 +14,6 @@ from ._published import publish_snapshot as publish_snapshot
 from ._records import DeadLetter as DeadLetter
 from ._records import ReplicaTiming as ReplicaTiming
 from ._records import StepRecord as StepRecord
-from ._rollback import roll_back_closed as roll_back_closed
 from ._serving import Candidate as Candidate
 from ._serving import StepLimits as StepLimits
 from ._sources import Source as Source

@@ -16,13 +16,22 @@ from ..context import Living
 from ..devices import OwnedTask, running_loop
 from ..errors import JournalError, LoopMismatchError
 from ..tree import Tree
+from ._control import (
+    CLOSED,
+    RollbackRequest,
+    answer_request,
+    close,
+    end,
+    end_source,
+    end_task,
+    finish,
+)
 from ._intake import Intake, Taken, dead_error
 from ._journal import DeadLetters, OpenJournal
 from ._journal_format import MAIN
-from ._models import CLOSED, Models, close, end, end_source, end_task, finish
+from ._models import Models
 from ._publishing import Publishing
 from ._records import StepRecord
-from ._rollback import RollbackRequest, answer_request
 from ._saving import Saving
 from ._serving import Serving
 from ._settings import Settings
@@ -75,6 +84,7 @@ class Engine:
         self.learning = Learning(settings, step_fn, serving, self.dead, self.changed)
         self.was_open = before is not None and before.learning.learned_number > 0
         self.requests: deque[RollbackRequest] = deque()
+        self.in_step: deque[Taken] = deque()  # out of the queue, and not settled
         self.is_paused = False
         self.is_closing = False
         self.is_closed = False
@@ -329,7 +339,8 @@ class Engine:
     async def _learn_queued(self) -> None:
         with self.learning.under_way.stepping():
             batch = self.intake.next_batch(self.settings.max_batch)
-            left, again = deque(batch), list[Taken]()
+            left = self.in_step = deque(batch)
+            again = list[Taken]()
 
             def done(size: int) -> None:
                 for _ in range(size):
@@ -340,6 +351,7 @@ class Engine:
                 taken_back = await self.learning.learn(batch, done, self._settle, self._tell)
                 again = [taken for taken in taken_back if taken.number > self.backlog_end]
             finally:
+                self.in_step = deque()
                 self.intake.put_back(again, left)
 
     # ---- what comes of it ----------------------------------------------------------------

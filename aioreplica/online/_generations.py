@@ -1,18 +1,30 @@
-"""Checkpoints of a learner that count: those of its journal, its model and its generation.
+"""Generations: each rollback begins one, and a checkpoint counts by its own.
 
-A checkpoint has the generation of its model that it was saved in; it is void if it has learned more
-than the number of a rollback that came later. These functions block.
+A checkpoint has the journal, the model and the generation that it was saved in; it is void if it
+has learned more than the number of a rollback that came later. A rollback is a row of the journal:
+going back takes the newest checkpoint that is not void, and learns the examples behind it again,
+but for those that are left out. These functions block.
+
+Invariants:
+    * The transaction of the journal is the rollback: before it all is as it was, after it every
+      opening goes back.
+    * A void checkpoint is never restored: it is removed before anything is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from time import time
 
 from ..checkpoint import CheckpointManager, plain_value
 from ..errors import JournalError
 from ..tree import Tree
-from ._journal_format import MAIN, JournalFacts, Rollback
+from ._journal import Journal
+from ._journal_format import MAIN, MAX_NUMBER, JournalFacts, Rollback
+from ._journal_keys import without_rows
+
+MAX_LISTED = 5
 
 
 def is_void(step: int, generation: int, rollbacks: Sequence[Rollback]) -> bool:
@@ -133,3 +145,76 @@ def require_match(
             f"{path} was rolled back {generation} times only: it is an older copy. "
             "Restore the newest copy, or restore an older checkpoint folder with it."
         )
+
+
+# ---- rollbacks ---------------------------------------------------------------------------
+
+
+def checked(to: object, skip: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """Return the arguments of a rollback, the numbers to skip ascending.
+
+    Raises:
+        TypeError: If something is no int.
+        ValueError: If a number is negative or too large, or an example to skip is not behind `to`.
+    """
+    if isinstance(to, bool) or not isinstance(to, int):
+        raise TypeError(f"to must be an int, got {to!r}.")
+    if any(isinstance(number, bool) or not isinstance(number, int) for number in skip):
+        raise TypeError(f"skip are numbers of examples, got {skip!r}.")
+    if to < 0:
+        raise ValueError(f"to must not be negative, got {to}.")
+    numbers = tuple(sorted({*skip}))
+    if numbers and numbers[-1] > MAX_NUMBER:
+        raise ValueError(f"There is no example {numbers[-1]} to leave out.")
+    if numbers and numbers[0] <= to:
+        raise ValueError(
+            f"Example {numbers[0]} cannot be left out by a rollback to {to}: it is learned by "
+            f"then. Go back to {numbers[0] - 1} or before."
+        )
+    return to, numbers
+
+
+def roll_back_closed(
+    journal: Journal, manager: CheckpointManager, to: int, skip: Sequence[int]
+) -> int:
+    """Roll back the model of a folder where no learner is open; the next one follows. Blocks.
+
+    Returns:
+        The number of the checkpoint that it will begin with.
+
+    Raises:
+        ValueError: As `OnlineLearner.rollback`.
+        CheckpointError: If a checkpoint cannot be read.
+        JournalError: If a learner has the journal open, it cannot be written, or it is another one
+            than that of the checkpoints.
+    """
+    to, numbers = checked(to, skip)
+    file = journal.file()
+    facts = file.open()
+    try:
+        model, own = owner_of(manager) or (MAIN, "")
+        if own not in {"", facts.id}:
+            raise JournalError(
+                f"The checkpoints in {manager._storage} belong to another journal (of id {own}) "
+                f"than {journal.path} (of id {facts.id})."
+            )
+        if model not in file.consumers():
+            raise JournalError(
+                f"The checkpoints in {manager._storage} are those of the model {model!r}, which "
+                f"{journal.path} does not know."
+            )
+        base = step_before(manager, to, facts.first_number, file.rollbacks(model))
+        if to > facts.last_number:
+            raise ValueError(f"There are only {facts.last_number} examples, no {to}.")
+        require_none(file.read(without_rows, numbers))
+        file.roll_back(base, to, numbers, time(), model)
+    finally:
+        file.close()
+    return base
+
+
+def require_none(missing: Sequence[int]) -> None:
+    """Check that the journal has all examples that are to be left out, else ValueError."""
+    if missing:
+        listed = ", ".join(map(str, missing[:MAX_LISTED]))
+        raise ValueError(f"The journal has no examples of these numbers to leave out: {listed}.")

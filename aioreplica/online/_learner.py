@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -13,16 +12,15 @@ from ..errors import ContextError
 from ..strategies import Strategy
 from ..tree import Tree
 from ..values import Snapshot
+from ._control import CLOSED, pin, request_rollback, unpin
 from ._engine import Engine, require_loop
 from ._intake import ExampleGroup, checked_group
 from ._journal import Journal
 from ._journal_format import MAIN
 from ._labels import expect, expected, label, replayed, taken_again
 from ._migration import Migration
-from ._models import CLOSED
 from ._prequential import Prequential
 from ._records import DeadLetter
-from ._rollback import RollbackRequest, checked
 from ._serving import GateFunction
 from ._settings import (
     StepFunction,
@@ -292,15 +290,11 @@ class OnlineLearner:
         Cancellation:
             Stops waiting; it is pinned.
         """
-        engine = _served_by(self._open_engine())
-        engine.serving.pin(version)
-        await _keep_served(engine)
+        await pin(self._open_engine(), version)
 
     async def unpin(self) -> None:
         """Serve the newest version again, unless `publish_if` holds it back; as `pin`."""
-        engine = _served_by(self._open_engine())
-        engine.serving.unpin()
-        await _keep_served(engine)
+        await unpin(self._open_engine())
 
     @property
     def state(self) -> str:
@@ -360,7 +354,7 @@ class OnlineLearner:
         engine = self._open_engine()
         if not engine.is_owner:
             raise ContextError(f"{engine.model!r} is a challenger. Promote it with its champion.")
-        return await engine.models.promote(model)
+        return await engine.models.promotions.promote(model)
 
     # ---- while it runs -------------------------------------------------------------------
 
@@ -452,14 +446,7 @@ class OnlineLearner:
         Cancellation:
             Stops waiting; it is rolled back all the same.
         """
-        engine = self._open_engine()
-        if self._settings.checkpoints is None or engine.journal is None:
-            raise ContextError("A rollback needs a journal and checkpoints. Pass both.")
-        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        request = RollbackRequest(*checked(to, skip), done)
-        engine.requests.append(request)
-        engine.changed.give()
-        return await asyncio.shield(done)
+        return await request_rollback(self._open_engine(), to, skip)
 
     async def ticket(self, number: int) -> Ticket:
         """Return a ticket of an example that was taken before, also by earlier learners.
@@ -522,13 +509,17 @@ class OnlineLearner:
             CheckpointError: If the checkpoint could not be saved.
             StallError: If a step on a device's thread does not end within `grace_s`.
             LoopMismatchError: If called on another event loop.
+            ContextError: If it is a challenger that is served.
 
         Cancellation:
             The step under way is ended and undone, what is left stays in the journal, no
             checkpoint is saved; then it goes on.
         """
-        if self._engine is not None:
-            await self._engine.aclose()
+        if (engine := self._engine) is not None:
+            if not (engine.is_owner or engine.is_closing or engine.loop.is_closed()):
+                require_loop(engine)
+                await engine.models.promotions.let_go(engine)
+            await engine.aclose()
 
     async def __aenter__(self) -> Self:
         await self._open_as(MAIN, None)
@@ -571,23 +562,6 @@ class OnlineLearner:
         engine = self._engine
         about = "" if engine is None else f", version {self.version}, {engine.intake.depth} queued"
         return f"<OnlineLearner | {self.state}{about}>"
-
-
-def _served_by(engine: Engine) -> Engine:
-    """Return the one of the model that is served."""
-    if engine.served.is_closing:
-        raise ContextError(
-            f"The model {engine.served.model!r}, which is served, has ended. Promote another one, "
-            "or restart the program."
-        )
-    return engine.served
-
-
-async def _keep_served(engine: Engine) -> None:
-    """Publish what is served, after a change, and save a checkpoint that says so."""
-    engine.changed.give()
-    if engine.settings.checkpoints is not None:
-        await engine.saving.request()
 
 
 def _opened(engine: Engine | None) -> Engine:

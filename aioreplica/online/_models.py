@@ -12,8 +12,6 @@ Invariants:
       promotion and what follows from it in memory.
     * Only the champion tells tickets, and frees places of the queue.
     * A version that the champion serves is larger than all that earlier champions have served.
-    * All waits have an end if there is a time to close, but for one that is cancelled: the learner
-      that has the journal gives that back when its own step has ended, never before.
     * Other models are closed beside the one that has the journal, so one that hangs takes neither
       time nor its checkpoint from another one.
 """
@@ -28,21 +26,17 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, final
 
 from ..devices import OwnedTask
-from ..errors import CheckpointError, JournalError, StallError
+from ..errors import CheckpointError, ContextError, JournalError
+from ._control import CLOSED, UNDO_S, ends_in, leave_behind, left_s
 from ._failures import described
 from ._intake import dead_error
 from ._journal_format import MAIN
 from ._journal_models import Consumer
-from ._rollback import refuse_all
-from ._saving import refuse_waiters
 from ._settings import Challenger
 
 if TYPE_CHECKING:
     from ._engine import Engine
 
-CLOSED = "The learner is closed. Use it inside `async with`."
-UNDO_S = 1.0
-"""Seconds that a step may take to end and be undone after the time to close is over."""
 LOGGER = logging.getLogger("aioreplica.online")
 CLOSE_S = 10.0
 """Seconds that closing a challenger may take, if neither it nor the learner says."""
@@ -76,9 +70,7 @@ class Models:
         self._max_lag = max_lag
         self._absent: dict[str, int] = {}  # how far models have learned that are not open
         self._lags_allowed: dict[str, int] = {}  # of those that were opened further behind
-        self._is_closing = False
-        self._turn = asyncio.Lock()  # of promotions
-        self._promoting: OwnedTask[int] | None = None
+        self.promotions = Promotions(self, owner)
 
     @property
     def has_others(self) -> bool:
@@ -243,96 +235,6 @@ class Models:
         if engine is self.champion and self.has_others:
             self._owner.intake.learned_to(engine.learning.learned_number)
 
-    # ---- promotions ----------------------------------------------------------------------
-
-    async def promote(self, name: str) -> int:
-        """Make a model the champion; return the first version of it that is served.
-
-        Raises:
-            ValueError: If it is not known, or not fit to be served.
-            CheckpointError: If it has no checkpoint yet, and none could be saved.
-            JournalError: If the journal could not be written, or nobody knows.
-
-        Cancellation:
-            Stops waiting; it is promoted all the same.
-        """
-        async with self._turn:
-            await self._promoted()
-            task = self._promoting = OwnedTask(self._promote(name), f"promotion of {name}")
-            await task.done_or_cancelled()
-        return await task
-
-    async def _promoted(self) -> None:
-        """Wait for the end of a promotion whose caller has gone."""
-        if self._promoting is not None:
-            await self._promoting.done_or_cancelled()
-
-    async def _promote(self, name: str) -> int:
-        engine = self._fit(name)
-        if engine is self.champion:
-            return engine.serving.served.version
-        while engine.saving.saved_number is None:  # a restart would have nothing to serve
-            await engine.saving.request()
-            engine = self._fit(name)
-        journal = self._owner.journal
-        assert journal is not None  # or there is no other
-        while True:
-            version = max(engine.version, self.champion.version) + ROOM
-            try:
-                await journal.of(name).promote(engine.learning.learned_number, version)
-            except JournalError as error:
-                await self._require_promoted(name, error)
-            if version > max(engine.version, self.champion.version):
-                break
-        self._follow(name, engine, version)
-        return version
-
-    def _fit(self, name: str) -> Engine:
-        engine = self.engines.get(name)
-        if engine is None:
-            known = ", ".join(map(repr, self.engines))
-            why = self.problems.get(name, f"there are {known}")
-            raise ValueError(f"No model {name!r} is open: {why}.")
-        if engine is self.champion:
-            return engine
-        state = "closing" if self._is_closing else "detached" if engine.detached else engine.state
-        lag = self._owner.intake.last_number - engine.learning.learned_number
-        if state == "running" and lag > self._owner.intake.size:
-            state = "behind by more than the queue takes"
-        if state != "running":
-            is_only_paused = state == "paused" and not lag
-            behind = "resume it first" if is_only_paused else f"{lag} examples are not learned"
-            why = engine.detached or engine.why_failed or engine.learning.retry_error or behind
-            raise ValueError(f"Model {name!r} cannot be promoted, as it is {state}: {why}.")
-        return engine
-
-    async def _require_promoted(self, name: str, error: JournalError) -> None:
-        """Check that a promotion is in the journal, although writing it has failed."""
-        assert self._owner.journal is not None
-        try:
-            really = await self._owner.journal.champion()
-        except JournalError:
-            raise JournalError(
-                f"Nobody knows whether {name!r} is promoted, as the journal can neither be written "
-                f"nor read: {error} {self.champion_name!r} is served until it is tried again, or "
-                "the program is started again."
-            ) from error
-        if really != name:
-            raise error
-
-    def _follow(self, name: str, engine: Engine, version: int) -> None:
-        """Let everything follow what the journal says."""
-        intake, before = self._owner.intake, self.champion_name
-        engine.renumber(version)
-        self.champion_name, self._owner.champion = name, engine
-        intake.ask(engine.journal)
-        for number in intake.followed(engine.learning.learned_number):
-            self.settle(engine, number, engine.untold.get(number, version))
-        self.free(engine)
-        LOGGER.warning("The model %r is promoted; %r is a challenger.", name, before)
-        for each in self.engines.values():
-            each.changed.give()
-
     # ---- closing -------------------------------------------------------------------------
 
     async def close(self, commits: OwnedTask[None]) -> None:
@@ -351,10 +253,8 @@ class Models:
         await commits.done_or_cancelled()
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S if (left := left_s(self._owner)) is None else left):
-                while self._promoting is not None and not self._promoting.is_done:
-                    await self._promoting.done_or_cancelled()
-        self._is_closing = True
-        await self._end_promotion()
+                await self.promotions.settled()
+        await self.promotions.end()
         tasks = [OwnedTask(self._close(*each), f"closing {each[0]}") for each in self._others()]
         try:
             for task in tasks:
@@ -385,17 +285,148 @@ class Models:
                 continue
             main.cancel()
             if not await ends_in(main, UNDO_S):
-                engine.learning.failure = why_stuck(engine)
-                _warn(name, engine.learning.failure)
-        await self._end_promotion()
-
-    async def _end_promotion(self) -> None:
-        if self._promoting is not None and not self._promoting.is_done:
-            self._promoting.cancel()
-            await self._promoting.ended(through_interrupt=True)
+                _warn(name, leave_behind(engine))
+        await self.promotions.end()
 
     def _others(self) -> list[tuple[str, Engine]]:
         return [each for each in self.engines.items() if each[1] is not self._owner]
+
+
+@final
+class Promotions:
+    """Makes one of several models the one that is served, one promotion at a time.
+
+    Args:
+        models: All of them.
+        owner: The engine that has the journal.
+    """
+
+    def __init__(self, models: Models, owner: Engine) -> None:
+        self._models = models
+        self._owner = owner
+        self._is_closing = False
+        self._turn = asyncio.Lock()
+        self._task: OwnedTask[int] | None = None
+
+    async def promote(self, name: str) -> int:
+        """Make a model the champion; return the first version of it that is served.
+
+        Raises:
+            ValueError: If it is not known, or not fit to be served.
+            CheckpointError: If it has no checkpoint yet, and none could be saved.
+            JournalError: If the journal could not be written, or nobody knows.
+            ContextError: If the learner is closed before.
+
+        Cancellation:
+            Stops waiting; it is promoted all the same.
+        """
+        async with self._turn:
+            await self.settled()
+            if self._is_closing:
+                raise ContextError(CLOSED)
+            task = self._task = OwnedTask(self._promote(name), f"promotion of {name}")
+            await task.done_or_cancelled()
+        if task.task.cancelled():
+            raise ContextError(
+                f"The learner was closed while {name!r} was promoted: it was, or was not, as "
+                "`champion` of the next learner on the journal says."
+            )
+        return await task
+
+    async def settled(self) -> None:
+        """Wait for the end of the promotion under way, whose caller may have gone."""
+        while self._task is not None and not self._task.is_done:
+            await self._task.done_or_cancelled()
+
+    async def end(self) -> None:
+        """Begin no more, and end the one under way."""
+        self._is_closing = True
+        if self._task is not None and not self._task.is_done:
+            self._task.cancel()
+            await self._task.ended(through_interrupt=True)
+
+    async def let_go(self, engine: Engine) -> None:
+        """Let a challenger be closed by itself; it is not promoted any more.
+
+        Raises:
+            ContextError: If it is the one that is served.
+        """
+        async with self._turn:
+            await self.settled()
+            is_served = engine is self._models.champion and not self._owner.is_closed
+            if is_served and not engine.is_closing:
+                raise ContextError(
+                    f"The model {engine.model!r} is served, so it is closed with the learner that "
+                    "has its journal. Promote another one, or close that learner."
+                )
+            engine.is_closing = True
+
+    async def _promote(self, name: str) -> int:
+        engine = self._fit(name)
+        if engine is self._models.champion:
+            return engine.serving.served.version
+        while engine.saving.saved_number is None:  # a restart would have nothing to serve
+            await engine.saving.request()
+            engine = self._fit(name)
+        journal = self._owner.journal
+        assert journal is not None  # or there is no other
+        while True:
+            version = max(engine.version, self._models.champion.version) + ROOM
+            try:
+                await journal.of(name).promote(engine.learning.learned_number, version)
+            except JournalError as error:
+                await self._require_promoted(name, error)
+            if version > max(engine.version, self._models.champion.version):
+                break
+        self._follow(name, engine, version)
+        return version
+
+    def _fit(self, name: str) -> Engine:
+        engine = self._models.engines.get(name)
+        if engine is None:
+            known = ", ".join(map(repr, self._models.engines))
+            why = self._models.problems.get(name, f"there are {known}")
+            raise ValueError(f"No model {name!r} is open: {why}.")
+        if engine is self._models.champion:
+            return engine
+        state = "closing" if self._is_closing else "detached" if engine.detached else engine.state
+        lag = self._owner.intake.last_number - engine.learning.learned_number
+        if state == "running" and lag > self._owner.intake.size:
+            state = "behind by more than the queue takes"
+        if state != "running":
+            is_only_paused = state == "paused" and not lag
+            behind = "resume it first" if is_only_paused else f"{lag} examples are not learned"
+            why = engine.detached or engine.why_failed or engine.learning.retry_error or behind
+            raise ValueError(f"Model {name!r} cannot be promoted, as it is {state}: {why}.")
+        return engine
+
+    async def _require_promoted(self, name: str, error: JournalError) -> None:
+        """Check that a promotion is in the journal, although writing it has failed."""
+        assert self._owner.journal is not None
+        before = self._models.champion_name
+        try:
+            really = await self._owner.journal.champion()
+        except JournalError:
+            raise JournalError(
+                f"Nobody knows whether {name!r} is promoted, as the journal can neither be written "
+                f"nor read: {error} {before!r} is served until it is tried again, or the program "
+                "is started again."
+            ) from error
+        if really != name:
+            raise error
+
+    def _follow(self, name: str, engine: Engine, version: int) -> None:
+        """Let everything follow what the journal says."""
+        intake, before = self._owner.intake, self._models.champion_name
+        engine.renumber(version)
+        self._models.champion_name, self._owner.champion = name, engine
+        intake.ask(engine.journal)
+        for number in intake.followed(engine.learning.learned_number):
+            self._models.settle(engine, number, engine.untold.get(number, version))
+        self._models.free(engine)
+        LOGGER.warning("The model %r is promoted; %r is a challenger.", name, before)
+        for each in self._models.engines.values():
+            each.changed.give()
 
 
 def _warn(name: str, what: object) -> None:
@@ -408,147 +439,3 @@ async def _goes_on(engine: Engine, known: Consumer | None) -> bool:
     if known is None or known.detached:
         return False
     return await engine.saving.has_checkpoint()
-
-
-async def close(engine: Engine, main: OwnedTask[None], grace_s: float | None) -> None:
-    """Let an engine that is closing learn what was taken, within its grace, and save.
-
-    Raises:
-        StallError: If it does not end.
-        Exception: What its task has raised.
-    """
-    engine.close_by = None if grace_s is None else engine.loop.time() + grace_s
-    engine.changed.give()
-    try:
-        has_ended = await ends_in(main, grace_s)
-        if not has_ended and engine.is_finished:  # only others are left, with limits of their own
-            has_ended = await ends_in(main, 2 * UNDO_S)
-        if not has_ended:
-            await _cut_short(engine, main, grace_s or 0.0)
-    except asyncio.CancelledError:
-        main.cancel()
-        if engine.is_owner:
-            await main.ended(through_interrupt=True)
-        elif not await ends_in(main, UNDO_S / 2):  # whoever closes it has as much as that
-            engine.learning.failure = why_stuck(engine)
-            warnings.warn(engine.learning.failure, RuntimeWarning, stacklevel=2)
-        raise
-    finally:
-        if main.is_done and not engine.is_closed:  # it was cancelled before it had begun
-            if engine.journal is not None and engine.is_owner:
-                await engine.models.end()
-                await engine.journal.aclose()
-            end(engine)
-    if not main.task.cancelled():  # by another caller, or the end of the loop
-        await main
-
-
-async def finish(engine: Engine) -> None:
-    """Save the last checkpoint, and wait until the other models have saved theirs.
-
-    Raises:
-        JournalError: If dead letters could not be written down.
-        CheckpointError: If it could not be saved.
-        Exception: As `close`, of another model that is served.
-    """
-    failure: Exception | None = None
-    try:
-        if problem := await engine.dead.save():
-            raise JournalError(f"Dead letters were not written down: {problem}")
-        await engine.saving.finish(engine.learning.settled_number, engine.version, engine.kept)
-    except Exception as error:  # noqa: BLE001 - raised once the others are closed
-        failure = error
-    engine.is_finished = True
-    refuse_waiters(engine.saving)  # it saves no more, so no promotion may wait for that
-    if engine.closing is not None:
-        await engine.closing.done_or_cancelled()
-        try:
-            await engine.closing
-        except Exception as error:
-            if failure is None:
-                raise
-            failure.add_note(f"The model that is served was not closed either: {error}")
-    if failure is not None:
-        raise failure
-
-
-def end(engine: Engine) -> None:
-    """Note that an engine is closed, and tell all who wait for something."""
-    engine.is_closing = engine.is_closed = True
-    engine.intake.close(CLOSED)
-    engine.intake.abandon(
-        "The learner was closed before the example was learned. "
-        + ("The journal has it." if engine.journal is not None else "It is lost.")
-    )
-    refuse_all(engine.requests)
-    for stream in engine.streams:
-        stream.close()
-    engine.changed.give()
-
-
-async def _cut_short(engine: Engine, main: OwnedTask[None], grace_s: float) -> None:
-    """End a learner whose time to close is over; the step under way is undone.
-
-    Raises:
-        StallError: If that step does not end, as it is on a thread.
-    """
-    left = engine.owner.intake.last_number - engine.learning.learned_number
-    main.cancel()
-    if await ends_in(main, UNDO_S):
-        where = "the journal has them" if engine.journal is not None else "they are lost"
-        warnings.warn(
-            f"The learner was closed after {grace_s:g} s with {left} examples left: {where}.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return
-    engine.learning.failure = why_stuck(engine)
-    text = f"{engine.learning.failure} The next process on the journal learns what is left."
-    stuck = StallError(text, timeout_s=grace_s)
-    if engine.closing is not None:  # what is served has saved by then, or not
-        await engine.closing.done_or_cancelled()
-        if not engine.closing.task.cancelled() and (error := engine.closing.task.exception()):
-            raise stuck from error
-    raise stuck
-
-
-def left_s(engine: Engine) -> float | None:
-    """Return the seconds that are left to close other models, and to undo them; None for ever."""
-    if engine.close_by is None:
-        return None
-    left = max(0.0, engine.close_by - engine.loop.time())
-    return max(left - UNDO_S, left / 2)
-
-
-def why_stuck(engine: Engine) -> str:
-    """Return why an engine that was cancelled does not end."""
-    who = "The learner" if engine.is_owner else f"The model {engine.model!r}"
-    running_s = engine.learning.under_way.running_s
-    devices = ", ".join(engine.settings.strategy._runtime.device_names)
-    step = (
-        f"a step has been running for {running_s:.1f} s on the thread of a device ({devices}), "
-        "where nothing can end it"
-    )
-    what = step if running_s else "the disk does not take what it has to write"
-    return f"{who} cannot be closed: {what}. End the process."
-
-
-async def ends_in(main: OwnedTask[None], limit_s: float | None) -> bool:
-    """Wait until a task has ended, at most for some seconds; return whether it has."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(limit_s):
-            await main.done_or_cancelled()
-    return main.is_done
-
-
-async def end_task(task: OwnedTask[None]) -> None:
-    """Cancel a task, and wait for its end."""
-    task.cancel()
-    await task.ended(through_interrupt=True)
-
-
-async def end_source(task: OwnedTask[None]) -> None:
-    """End a task that runs code of users, which may swallow a cancellation."""
-    while not task.is_done:
-        task.cancel()
-        await ends_in(task, UNDO_S)

@@ -9,7 +9,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica import testing as art
-from aioreplica.errors import StallError
+from aioreplica.errors import CheckpointError, ContextError, StallError
 
 from .program import Counting, example
 from .test_models import models, rival, take, until, until_caught_up
@@ -149,3 +149,93 @@ async def test_a_challenger_on_a_thread_that_hangs_is_left_behind(folder: Path) 
         assert "on the thread of a device (cpu:0)" in bad.learner.statistics().failure
         go.set()
         await until(lambda: bad.learner.state == "closed")
+
+
+@pytest.mark.asyncio
+async def test_who_waits_for_a_promotion_that_closing_ends_is_told(folder: Path) -> None:
+    async with models(folder, grace_s=0.2) as found:
+        learner, manager = found["main"].learner, found["b"].manager
+        assert manager is not None
+        await take(found, 0)
+        await until_caught_up(found)
+        asked = asyncio.Event()
+
+        async def hangs(*_args: Any, **_options: Any) -> None:
+            asked.set()
+            await asyncio.Event().wait()
+
+        manager.save = hangs  # type: ignore[method-assign]
+        first = asyncio.ensure_future(learner.promote("b"))
+        second = asyncio.ensure_future(learner.promote("main"))
+        await asked.wait()
+        with pytest.warns(RuntimeWarning, match="The model 'b' was closed after"):
+            await learner.aclose()
+        with pytest.raises(ContextError, match=r"closed while 'b' was promoted: .*`champion` of"):
+            await first
+        with pytest.raises(ContextError, match="The learner is closed"):
+            await second
+        assert learner.champion == "main"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("has_rival", [False, True])
+async def test_who_waits_for_a_learner_that_hangs_is_told_when_it_is_closed(
+    folder: Path, has_rival: bool
+) -> None:
+    second = rival(folder)
+    given: dict[str, Any] = {"challengers": {"b": second.learner}} if has_rival else {}
+    first = Stuck(folder, **given, grace_s=0.2, max_batch=1, queue_size=4)
+    async with asyncio.timeout(60), second.strategy, first.strategy:
+        learner = await first.learner.__aenter__()
+        await (await learner.submit(example(0)))
+        records = learner.records()
+        tickets = [await learner.submit(example(i), key=str(i)) for i in (1, 2, 3)]
+        tickets.append(await learner.submit(example(2), key="2"))
+        tickets.append(await learner.submit(example(4)))
+        asked = [learner.checkpoint(), learner.rollback(to=1), learner.submit(example(5))]
+        tasks = [asyncio.ensure_future(each) for each in asked]
+        await asyncio.sleep(0)  # now they all wait
+        await until(lambda: learner.statistics().step_running_s)
+        try:
+            with pytest.raises(StallError):
+                await learner.aclose()
+            async with asyncio.timeout(10):
+                told = await asyncio.gather(*tickets, *tasks, return_exceptions=True)
+                assert [each async for each in records] == []
+            assert learner.state == "closing"  # the journal is its own still
+        finally:
+            first.go.set()
+        said = "The learner was closed before the example was learned. The journal has it."
+        assert [str(each) for each in told[:5]] == [said] * 5
+        kinds = [CheckpointError, ContextError, ContextError]
+        assert [type(each) for each in told[5:]] == kinds
+        await until(lambda: learner.state == "closed")
+        assert first.learned() == [1]
+    async with Counting(folder, max_batch=1) as again:
+        await until(lambda: not again.learner.statistics().backlog)
+        assert again.learned() == [1] * 5
+
+
+@pytest.mark.asyncio
+async def test_a_model_that_is_served_is_closed_by_its_learner_alone(folder: Path) -> None:
+    async with models(folder, rivals={"b": {}, "c": {}}) as found:
+        learner = found["main"].learner
+        await take(found, 0)
+        await until_caught_up(found)
+        await learner.promote("b")
+        with pytest.raises(ContextError, match=r"The model 'b' is served.*Promote another one"):
+            await found["b"].learner.aclose()
+        await take(found, 1)
+        promoting = asyncio.ensure_future(learner.promote("c"))
+        closing = asyncio.ensure_future(found["c"].learner.aclose())
+        await promoting
+        with pytest.raises(ContextError, match="The model 'c' is served"):
+            await closing
+        await found["b"].learner.aclose()
+        await found["b"].learner.aclose()
+        assert (learner.champion, found["b"].learner.state) == ("c", "closed")
+        with pytest.raises(ValueError, match="'b' cannot be promoted, as it is closed"):
+            await learner.promote("b")
+        await take(found, 2)
+        assert found["c"].learned() == [1] * 3
+    await found["c"].learner.aclose()  # it is closed already

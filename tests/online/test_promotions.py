@@ -377,7 +377,7 @@ async def test_a_promotion_that_was_given_up_does_not_undo_a_later_one(folder: P
         await until_caught_up(found)
         first = found["main"].learner
         assert first._engine is not None
-        those = first._engine.models
+        those = first._engine.models.promotions
         promote, began, gate = those._promote, asyncio.Event(), asyncio.Event()
 
         async def slow(name: str) -> int:
