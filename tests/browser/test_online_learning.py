@@ -56,6 +56,28 @@ def keep(driver: Any, folder: Path, name: str) -> None:
     (folder / f"{driver.size_name}-{name}.png").write_bytes(base64.b64decode(found["data"]))
 
 
+def assert_heads_whole(driver: Any) -> None:
+    """Check that no word in the head of a table is broken over lines."""
+    broken = driver.execute_script(
+        """
+        const words = [];
+        for (const head of document.querySelectorAll("th")) {
+          const text = head.firstChild;
+          if (!text || text.nodeType !== Node.TEXT_NODE || !head.offsetParent) continue;
+          for (const {0: word, index} of text.data.matchAll(/\\S+/g)) {
+            const range = document.createRange();
+            range.setStart(text, index);
+            range.setEnd(text, index + word.length);
+            words.push([word, range.getClientRects().length]);
+          }
+        }
+        return words;
+        """
+    )
+    assert {word for word, _ in broken} >= {"Version", "Gate", "Example"}
+    assert [word for word, lines in broken if lines != 1] == []
+
+
 @pytest.fixture
 def pictures(pytestconfig: pytest.Config) -> Path:
     return Path(pytestconfig.rootpath) / ".pytest_cache" / "pictures"
@@ -165,6 +187,7 @@ def test_operators_pin_roll_back_and_retry(
         driver.execute_script("showLetters(1)")
         until(lambda: driver.find_elements(By.CSS_SELECTOR, "#letters button"))
         assert_fits(driver)
+        assert_heads_whole(driver)
         keep(driver, pictures, "operating")
         for scheme, color in {"dark": "rgb(18, 23, 30)", "light": "rgb(244, 246, 249)"}.items():
             media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}

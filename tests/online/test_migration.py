@@ -251,6 +251,47 @@ async def test_a_rollback_to_an_older_version_migrates_again(folder: Path) -> No
     )
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("empty", [{}, []])
+async def test_a_container_that_was_empty_is_removed_where_something_is_added_in_it(
+    folder: Path, empty: Any
+) -> None:
+    """A checkpoint has an empty container as an entry, under the key that is the parts' now."""
+    one, two = Model(1), Model(2)
+    key = "extra/0" if empty == [] else "extra/v"
+    async with program_of(
+        folder, one, 1, {"w": one.w, "adam": one.adam, "extra": empty}
+    ) as learner:
+        await (await learner.submit(example(0, 1)))
+        bits = one.w.value.tobytes()
+    extra: Any = [two.v] if empty == [] else {"v": two.v}
+    variables = {"w": two.w, "adam": two.adam, "extra": extra}
+    said = "Only in the checkpoint: variables/extra"
+    with pytest.raises(CheckpointError, match=said):
+        async with program_of(folder, two, 2, variables, migrate={1: Migration(added=[key])}):
+            pass
+    step = Migration(added=[key], removed=["extra"])
+    async with program_of(folder, two, 2, variables, migrate={1: step}):
+        assert two.w.value.tobytes() == bits
+        assert two.v.value.tolist() == [0.5]
+
+
+@asynccontextmanager
+async def program_of(
+    folder: Path, model: Model, version: int, variables: Any, **options: Any
+) -> AsyncIterator[OnlineLearner]:
+    async def step(ctx: object, batch: Any) -> None:
+        await model.adam.apply_gradients([(batch["x"].sum(0), model.w)])
+
+    learner = OnlineLearner(
+        model.strategy, step, variables, max_batch=1, max_delay_s=0.0, queue_size=9,
+        journal=folder / "journal.db", spec_version=version,
+        checkpoints=ar.CheckpointManager(folder / "checkpoints"), **options,
+    )  # fmt: skip
+    async with model.strategy, learner:
+        yield learner
+
+
 # ---- dead letters, keys, labels, sources ---------------------------------------------------
 
 
