@@ -365,11 +365,16 @@ def served_streams() -> DeviceStreams | None:
     return None if lane is None else lane.streams
 
 
-def synchronise_lane() -> None:
-    """Wait for what the calling thread has enqueued on its lane's streams; nothing elsewhere."""
+def synchronise_lane(made: object = None) -> None:
+    """Wait for what the calling thread has enqueued on its lane's streams; nothing elsewhere.
+
+    Args:
+        made: What others get of the thread. The event loop may read it when the thread has gone on
+            and let go of it: its memory is given back behind the default stream, too.
+    """
     streams = served_streams()
     if streams is not None:
-        streams.synchronise()
+        streams.synchronise(made)
 
 
 def follow_others(value: T) -> T:

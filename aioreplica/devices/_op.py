@@ -32,8 +32,8 @@ AnyOp: TypeAlias = "Op[Any]"  # of whatever result
 class OpStreams(Protocol):
     """Streams of a device, on which functions only enqueue their work."""
 
-    def synchronise(self) -> None:
-        """Wait for what the calling thread has enqueued."""
+    def synchronise(self, made: object = None) -> None:
+        """Wait for what the calling thread has enqueued, and has `made` for others."""
 
 
 class OpQueue(Protocol):
@@ -211,11 +211,11 @@ class Op(asyncio.Future[T]):
         """Name of the op's lane; None if its maker puts it."""
         return None if self._lane is None else self._lane.name
 
-    def synchronise(self) -> None:
-        """Wait for what the calling thread, one of the op's, has enqueued on the device."""
+    def synchronise(self, made: object) -> None:
+        """Wait for what the calling thread, one of the op's, has enqueued and `made` for others."""
         streams = None if self._lane is None else self._lane.streams
         if streams is not None:
-            streams.synchronise()
+            streams.synchronise(made)
 
     @property
     def is_running(self) -> bool:

@@ -56,10 +56,14 @@ class DeviceStreams:
             finally:  # what has failed has enqueued something, too
                 self.synchronise()
 
-    def synchronise(self) -> None:
-        """Wait for what the calling thread has enqueued: others read it, or its memory, next."""
+    def synchronise(self, made: object = None) -> None:
+        """Wait for what the calling thread has enqueued: others read it, or its memory, next.
+
+        They may still read what the thread has `made` for them when it has let go of that.
+        """
         for backend in self._backends:
             backend.synchronise(self._device)
+        self._keep(made)
 
     def follow(self, value: object) -> None:
         """Go on behind the default stream, with something that another thread has made."""

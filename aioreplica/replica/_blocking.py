@@ -195,7 +195,7 @@ class BlockingContext(BlockingCollectives):
     def send(self, value: object, to: int, tag: Hashable = None) -> None:
         """Hand a value to one other replica; as `ctx.send`, waiting on the device thread."""
         if self._group.point.has_streams:
-            synchronise_lane()
+            synchronise_lane(value)
         send(self._waiter, self._members, value, to, tag, sys._getframe(1))
 
     def receive(self, from_: int, tag: Hashable = None) -> Tree:
@@ -219,7 +219,7 @@ class BlockingContext(BlockingCollectives):
         self.require_here("outside_compilation")
         context = copy_context()
         context.run(PLACE.set, place)
-        synchronise_lane()
+        synchronise_lane(args)
         with self._shown(name):
             return follow_others(call_on_host(self._group.point, fn, args, context, name))
 

@@ -56,7 +56,7 @@ class ThreadWaiter(Waiter):
         point, replica_id, lock = self.point, self.replica.replica_id, self.point.lock
         assert lock is not None  # threads meet here
         if point.has_streams:
-            synchronise_lane()
+            synchronise_lane((call.args, call.kwargs))
         now_s = point.now()
         with lock:
             if point.is_aborted:
@@ -210,7 +210,9 @@ class _OpWait:
 
     def result(self) -> Any:
         """Make the call and wait, in the calling thread."""
-        synchronise_lane()
+        brought = self._call
+        args = brought.value if isinstance(brought, Transfer) else (brought.args, brought.kwargs)
+        synchronise_lane(args)
         with lend_lane():
             self._loop.call_soon_threadsafe(self._begin, context=copy_context())
             self._point.began_to_wait(self)

@@ -255,6 +255,6 @@ def start(
         else:
             handle.begin()
 
-    op.synchronise()  # the array is read while the op goes on
+    op.synchronise(args)  # the array is read while the op goes on
     completions.call_soon(begin)
     return handle

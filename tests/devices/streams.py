@@ -37,7 +37,13 @@ class PoisonError(AssertionError):
 
 
 class Stream:
-    """Work in order, which runs when someone waits for it."""
+    """Work in order, which runs when someone waits for it.
+
+    Python may let go of an array, or collect one, in the middle of some work, on the thread that
+    runs it. What is enqueued then waits for its turn.
+    """
+
+    num_running = 0  # works of all streams, one in the other
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -53,9 +59,13 @@ class Stream:
     def run_until(self, number: int) -> None:
         with LOCK:
             while self.num_done < number:
-                work = self._work.pop(0)
-                self.num_done += 1
-                work()
+                Stream.num_running += 1
+                try:
+                    self._work[0]()
+                finally:
+                    del self._work[0]
+                    self.num_done += 1
+                    Stream.num_running -= 1
 
     def synchronise(self) -> None:
         self.run_until(self.num_enqueued)
@@ -88,7 +98,7 @@ def give_back(owner: Stream, users: list[Stream], data: torch.Tensor) -> None:
             if user is not owner:
                 owner.wait_for(user)
         owner.enqueue(lambda: data.fill_(poison_of(data.dtype)))
-        if MODE["is"] == "early":
+        if MODE["is"] == "early" and not Stream.num_running:
             owner.synchronise()
 
 

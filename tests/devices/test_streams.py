@@ -1,10 +1,11 @@
 """Ops on a device with streams: nothing is read before it is there, or after it was given back.
 
-Each wait of the library was taken out once, and a test here failed; but for the one before a call
-of the host, which has none. With a GPU all of it runs there, too.
+Each wait of the library was taken out once, and a test here failed. With a GPU all of it runs
+there, too.
 """
 
 import asyncio
+import gc
 import inspect
 import threading
 from collections.abc import AsyncIterator
@@ -109,6 +110,20 @@ def test_memory_is_given_back_under_a_stream_that_nobody_told_of(
     else:
         with pytest.raises(PoisonError):
             read(y)
+
+
+def test_memory_that_is_given_back_in_the_middle_of_work_waits_for_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As by the collector, which runs wherever Python makes an object."""
+    monkeypatch.setitem(streams.MODE, "is", "early")
+    dropped, seen, stream = [numbers()], list[str](), streams.DEFAULT
+    stream.enqueue(lambda: (dropped.clear(), seen.append("first")))
+    stream.enqueue(lambda: seen.append("second"))
+
+    stream.synchronise()
+
+    assert seen == ["first", "second"]
 
 
 @pytest.mark.parametrize("values", [[1.0, 2.0], [[1], [2]], 3.0, [], [True]])
@@ -350,6 +365,71 @@ async def test_a_device_loop_goes_on_behind_what_the_loop_has_made(
     await pair.run_steps(step, made(), 3)
 
     assert sorted(seen) == [[3.0, 5.0]] * 2 + [[5.0, 7.0]] * 2 + [[7.0, 9.0]] * 2
+
+
+# ---- what a thread lets go of while others read it -------------------------------------------
+
+
+async def let_go() -> None:
+    """Have asyncio let go of what woke the task, and the collector of what was left in circles."""
+    await asyncio.sleep(0)
+    gc.collect()
+
+
+@pytest.mark.asyncio
+async def test_what_an_op_has_sent_is_given_back_behind_its_reader(
+    pair: ar.MirroredStrategy,
+) -> None:
+    async def step() -> Any:
+        if my_id():
+            await me().run_on_device(lambda: me().blocking.send(numbers() * 2, to=0))
+        await me().barrier()
+        if my_id():
+            return None
+        x = await me().receive(from_=1)
+        y = x + 1  # enqueued, and not done
+        del x
+        await let_go()
+        return y.tolist()
+
+    assert await each(pair, step) == [[3.0, 5.0], None]
+
+
+@pytest.mark.asyncio
+async def test_what_an_op_brings_to_a_started_collective_is_given_back_behind_it(
+    pair: ar.MirroredStrategy,
+) -> None:
+    async def step() -> Any:
+        def begin() -> Any:
+            return me().start_all_reduce("sum", numbers(my_id()) * 2)
+
+        total = await (await me().run_on_device(begin))
+        await me().barrier()  # the run has let go of the one before, too
+        await let_go()
+        await me().run_on_device(int)  # the device thread goes on, and its allocator with it
+        return total.tolist()
+
+    assert await each(pair, step) == [[6.0, 10.0], [6.0, 10.0]]
+
+
+@pytest.mark.asyncio
+async def test_what_the_host_has_got_is_given_back_behind_its_reader(
+    pair: ar.MirroredStrategy,
+) -> None:
+    kept: list[Any] = []
+    seen: list[Any] = []
+
+    def take(x: Any) -> None:
+        kept.append(x)
+        seen.append((x + 1).tolist())
+
+    def step(_ctx: Any, _x: Any) -> None:
+        ar.outside_compilation(take, numbers() * 2)
+
+    await pair.run_steps(step, [0], 1)
+    found = [kept.pop() + 1 for _ in DEVICES]  # the device threads have let go of them long ago
+
+    assert [x.tolist() for x in found] == seen == [[3.0, 5.0]] * 2
 
 
 # ---- messages, variables, input --------------------------------------------------------------

@@ -38,6 +38,8 @@ def main() -> int:
     if options.programs is None and options.seconds is None:
         options.programs = 1000
     ar.set_logical_devices("cpu", 8)
+    if options.streams:  # what is let go of too early depends on who goes on first
+        sys.setswitchinterval(1e-6)
     gc.freeze()
     begun, numbers, failures = time.monotonic(), itertools.count(), list[int]()
 

@@ -124,6 +124,7 @@ class World:
             except BaseException as error:
                 outcome.error = error
             await self.settle(before)
+            self.calls.read_the_rest()
             if watcher is not None:
                 watcher.cancel()
                 await asyncio.wait([watcher])
