@@ -8,7 +8,7 @@ A call outside runs on the host once, where it is traced by itself; its pullback
 the device program sees is one primitive. Going back through that runs the pullback on the host.
 Only a gradient of the gradient has to run the function again.
 
-Threads do not disturb each other, see `UniqueTraces`.
+Threads do not disturb each other, see `unique_traces`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from types import FrameType
 from typing import Any, final
 
@@ -306,9 +307,8 @@ def _backward_frame() -> FrameType | None:
     return frame
 
 
-@final
-class UniqueTraces:
-    """Numbers traces so that no two are ever equal and later ones are higher.
+def unique_traces() -> Callable[[], AbstractContextManager[int]]:
+    """Return what numbers traces so that no two are ever equal and later ones are higher.
 
     autograd tells the boxes of nested traces apart by the depth at which they were made, counted in
     a module global. Two threads that differentiate at the same time both move that counter: a trace
@@ -321,19 +321,15 @@ class UniqueTraces:
     autograd is shared and written while a function is traced: a node belongs to its trace, and the
     tables of derivative rules are filled when modules are imported.
     """
-
-    __slots__ = ("_last", "_lock")
-
-    def __init__(self) -> None:
-        self._last = FIRST
-        self._lock = threading.Lock()
+    numbers, lock = count(FIRST + 1), threading.Lock()
 
     @contextmanager
-    def new_trace(self) -> Iterator[int]:
-        """Number a trace; what autograd enters around every traced function."""
-        with self._lock:
-            self._last = number = self._last + 1
+    def new_trace() -> Iterator[int]:
+        with lock:
+            number = next(numbers)
         yield number
+
+    return new_trace
 
 
 def separate_threads() -> None:
@@ -342,8 +338,7 @@ def separate_threads() -> None:
     Whatever else in the process uses autograd gets the same numbers, which differ from its own
     only in being unique. Idempotent.
     """
-    traces = REGISTRY.once("autograd_traces", UniqueTraces)
-    tracer.trace_stack.new_trace = traces.new_trace
+    tracer.trace_stack.new_trace = REGISTRY.once("autograd_traces", unique_traces)
 
 
 separate_threads()  # also for programs that call autograd by themselves

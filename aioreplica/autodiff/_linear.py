@@ -22,18 +22,18 @@ from array_api_compat import array_namespace
 
 from ..devices.backends import Array, join_arrays
 from ..replica import (
-    AllGather,
-    AllReduce,
     Along,
     Broadcast,
     CallSite,
-    ReduceScatter,
     Reduction,
     RunningReplica,
+    all_gather_named,
+    all_reduce_named,
     collective_named,
     payload_along,
     payload_of,
     payload_of_numbers,
+    reduce_scatter_named,
 )
 from ..typing import ReduceOp
 
@@ -62,7 +62,7 @@ class Caller:
         if self.replica is None:
             return _copy(value)
         args = payload_of_numbers(value, op, self.name)
-        collective = collective_named(AllReduce, self.name)
+        collective = collective_named(all_reduce_named, self.name)
         return self.replica.blocking.meet(collective, Reduction(op), args, self.site)
 
     def scatter(self, op: ReduceOp, value: Array, axis: int) -> Array:
@@ -71,7 +71,7 @@ class Caller:
             return _copy(value)
         payload_along(value, axis, self.name)
         args = payload_of_numbers(value, op, self.name)
-        collective = collective_named(ReduceScatter, self.name)
+        collective = collective_named(reduce_scatter_named, self.name)
         return self.replica.blocking.meet(collective, Reduction(op, None, axis), args, self.site)
 
     def gather(self, value: Array, axis: int) -> tuple[Array, int]:
@@ -82,7 +82,7 @@ class Caller:
         along = axis % value.ndim
         size = np.full((1,) * value.ndim, value.shape[along])
         args = payload_along((value, size), axis, self.name)
-        collective = collective_named(AllGather, self.name)
+        collective = collective_named(all_gather_named, self.name)
         joined, sizes = self.replica.blocking.meet(collective, Along(axis), args, self.site)
         before = sizes.reshape(-1)[: self.replica.replica_id_in_sync_group]
         return joined, int(before.sum())

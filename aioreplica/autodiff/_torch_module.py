@@ -178,17 +178,16 @@ class TorchModule:
             with self._borrowed() as shell:
                 self._bind_parameters(shell)
                 return self._call_shell(shell, method, args, kwargs)
-        lease = reads.hold(self, self._new_lease)
-        return self._call_shell(lease.shell, method, args, kwargs)
+        return self._call_shell(reads.hold(self, self._lend), method, args, kwargs)
 
-    def _new_lease(self) -> _Lease:
+    def _lend(self) -> tuple[_Shell, Callable[[], None]]:
         key, shell = self._take()
         try:
             self._bind_parameters(shell)
         except BaseException:
             self._give_back(key, shell)
             raise
-        return _Lease(shell, lambda: self._give_back(key, shell))
+        return shell, lambda: self._give_back(key, shell)
 
     def _call_shell(
         self, shell: _Shell, method: str, args: tuple[object, ...], kwargs: dict[str, object]
@@ -280,21 +279,6 @@ class TorchModule:
             held = self._parameters if key in self._parameters else self._buffers
             variable = held[key]
             yield from ((other, variable) for other in others)
-
-
-@final
-class _Lease:
-    """A shell that one loss holds until its gradients are there."""
-
-    __slots__ = ("_give_back", "shell")
-
-    def __init__(self, shell: _Shell, give_back: Callable[[], None]) -> None:
-        self.shell = shell
-        self._give_back = give_back
-
-    def release(self) -> None:
-        """Give the shell back."""
-        self._give_back()
 
 
 @final

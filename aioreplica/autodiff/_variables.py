@@ -8,7 +8,7 @@ gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
@@ -25,14 +25,7 @@ from ._value_and_grad import find_adapter
 Pairs = list[tuple[Array | IndexedSlices | None, Variable]]
 
 
-class Held(Protocol):
-    """Resources that a model holds until the gradients of a loss are computed."""
-
-    def release(self) -> None:
-        """Give it back."""
-
-
-HeldT = TypeVar("HeldT", bound=Held)
+T = TypeVar("T")
 
 
 @final
@@ -85,7 +78,7 @@ class VariableReads:
         self._traced: dict[Variable, Array] = {}
         self._constants: dict[Variable, Array] = {}
         self._watched: list[tuple[Variable, npt.NDArray[np.intp] | Bags | None]] = []
-        self._held: dict[object, Held] = {}
+        self._held: dict[object, tuple[object, Callable[[], object]]] = {}
         self._watch: Watch | None = None
         self._constant: Watch | None = None
         self._outer: Any = None  # Any: whatever stood in for variables before
@@ -151,17 +144,22 @@ class VariableReads:
         self._watched.append((variable, bags))
         return traced
 
-    def hold(self, owner: object, take: Callable[[], HeldT]) -> HeldT:
-        """Return what `owner` holds for this loss; the first time it takes that."""
+    def hold(self, owner: object, take: Callable[[], tuple[T, Callable[[], object]]]) -> T:
+        """Return what `owner` holds for this loss; the first time it takes that.
+
+        Args:
+            owner: A model.
+            take: Returns what is held until the gradients are computed, and what gives it back.
+        """
         held = self._held.get(owner)
         if held is None:
             held = self._held[owner] = take()
-        return held  # type: ignore[return-value]  # each owner takes one kind
+        return held[0]  # type: ignore[return-value]  # each owner takes one kind
 
     def release(self) -> None:
         """Give back what models hold, as the gradients are there."""
         while self._held:
-            self._held.popitem()[1].release()
+            self._held.popitem()[1][1]()
 
     def gradients(self, watched: Sequence[Array]) -> dict[Variable, Array | IndexedSlices]:
         """Return a gradient per variable, from one for each array in order of watching.

@@ -55,21 +55,17 @@ class Raised:
 Reading: TypeAlias = Any
 """One look at an iterator: an element, `Mark.END` or a `Raised`."""
 
+Kept: TypeAlias = tuple[OwnLane, deque[Reading]]
+"""What is kept of an iterator from one call of run_steps to the next.
 
-@final
-class KeptIterator:
-    """State of an iterator that is kept from one call of run_steps to the next.
+The thread that advances it, if it is a plain one; and what was read for steps that are not
+complete, in order, which is taken before anything new.
+"""
 
-    Attributes:
-        lane: The thread that advances it, if it is a plain one.
-        unrun: What was read for steps that are not complete, in order; taken before anything new.
-    """
 
-    __slots__ = ("lane", "unrun")
-
-    def __init__(self) -> None:
-        self.lane = OwnLane()
-        self.unrun: deque[Reading] = deque()
+def new_kept() -> Kept:
+    """Return what is kept of an iterator that was not read yet."""
+    return OwnLane(), deque()
 
 
 @final
@@ -83,16 +79,16 @@ class KeptIterators:
     __slots__ = ("_kept", "_strong")
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[Callable[[], object], KeptIterator]] = {}
+        self._kept: dict[int, tuple[Callable[[], object], Kept]] = {}
         self._strong: list[int] = []
 
-    def find(self, iterator: object) -> KeptIterator:
+    def find(self, iterator: object) -> Kept:
         """Return what is kept of an iterator, newly made at its first call."""
         key = id(iterator)
         refer, kept = self._kept.get(key, (None, None))
         if refer is not None and kept is not None and refer() is iterator:
             return kept
-        kept, table = KeptIterator(), self._kept
+        kept, table = new_kept(), self._kept
         try:
             refer = weakref.ref(iterator, lambda _: table.pop(key, None))
         except TypeError:
@@ -112,14 +108,14 @@ class KeptIterators:
         if id(iterator) in self._strong:
             self._strong.remove(id(iterator))
         if found is not None:
-            found[1].lane.close()
+            found[1][0].close()
 
     def close(self) -> None:
         """End all threads; idempotent."""
         self._strong.clear()
         while self._kept:
-            _, (_, kept) = self._kept.popitem()
-            kept.lane.close()
+            _, (_, (lane, _)) = self._kept.popitem()
+            lane.close()
 
     def __repr__(self) -> str:
         return f"<KeptIterators | {len(self._kept)}>"
@@ -249,7 +245,7 @@ class ThreadFeeder(Feeder):
         super().__init__(infeed, steps, num_wanted)
         self._iterator = iterator
         self._iterators = iterators
-        self._kept = KeptIterator() if iterators is None else iterators.find(iterator)
+        self._lane, self._unrun = new_kept() if iterators is None else iterators.find(iterator)
         self._lock = Lock()  # the thread may have been given up, and read one more element
         self._op: Op[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -258,7 +254,7 @@ class ThreadFeeder(Feeder):
 
     def start(self) -> None:
         """Begin on the thread."""
-        op = self._kept.lane.run(self._feed, new_gate(asyncio.get_running_loop()))
+        op = self._lane.run(self._feed, new_gate(asyncio.get_running_loop()))
         op.put()
         self._op = op
 
@@ -280,14 +276,14 @@ class ThreadFeeder(Feeder):
         if self._timer is not None:
             self._timer.cancel()
         if self._iterators is None:
-            self._kept.lane.close()
+            self._lane.close()
         if cancelled:
             raise cancelled[0]
 
     def abandon(self) -> None:
         """Let the thread end when the iterator lets it."""
         if self._iterators is None:
-            self._kept.lane.close()
+            self._lane.close()
 
     def settle(self) -> None:
         """Keep what was read for steps that are not complete."""
@@ -295,8 +291,8 @@ class ThreadFeeder(Feeder):
             self._take_complete()
             rest = self._unfinished
             told = rest.popleft() if rest and self._was_told(rest[0]) else None
-            self._kept.unrun.extendleft(reversed(rest))
-            self._unfinished = self._kept.unrun  # of an element that comes later
+            self._unrun.extendleft(reversed(rest))
+            self._unfinished = self._unrun  # of an element that comes later
         if told is Mark.END and self._iterators is not None:
             self._iterators.forget(self._iterator)
 
@@ -327,7 +323,7 @@ class ThreadFeeder(Feeder):
         self._end(error)
 
     def _pass_on(self, room: Gate) -> None:
-        infeed, unrun = self._infeed, self._kept.unrun
+        infeed, unrun = self._infeed, self._unrun
         while not self._is_complete:
             reading = unrun.popleft() if unrun else self._read()
             with self._lock:
@@ -378,7 +374,7 @@ class TaskFeeder(Feeder):
         self._iterators = iterators
         self._unrun: deque[Reading] = deque()
         if iterators is not None and self._batches is None:
-            self._unrun = iterators.find(iterator).unrun
+            self._unrun = iterators.find(iterator)[1]
         self._reads_many = infeed.fills_chunks and type(iterator) in IN_MEMORY
         self._has_begun = False
         self._task: OwnedTask[None] | None = None

@@ -42,7 +42,7 @@ from ._merged_gradient import (
     merge_over_workers,
     summand_of,
 )
-from ._settings import StepRule
+from ._settings import UpdateRule
 from ._slots import MASTER, working_dtype
 from ._staged_write import StagedWrite
 from ._step import (
@@ -100,7 +100,7 @@ class Moved(NamedTuple):
 async def take_divided_step(
     turn: Turn,
     reducer: Reducer,
-    optimizer: StepRule,
+    optimizer: UpdateRule,
     variables: Sequence[Variable],
     columns: Sequence[Sequence[object]],
     global_step: Variable | None,
@@ -158,7 +158,7 @@ async def take_divided_step(
 async def _merged(
     turn: Turn,
     reducer: Reducer,
-    optimizer: StepRule,
+    optimizer: UpdateRule,
     variables: Sequence[Variable],
     columns: Sequence[Sequence[object]],
     divisions: Sequence[Division],
@@ -187,7 +187,7 @@ async def _merged(
 
 def _divisions(
     turn: Turn,
-    optimizer: StepRule,
+    optimizer: UpdateRule,
     variables: Sequence[Variable],
     columns: Sequence[Sequence[object]],
 ) -> list[Division]:
@@ -269,7 +269,7 @@ async def _measure(
 
 
 def _stage(
-    optimizer: StepRule,
+    optimizer: UpdateRule,
     gradients: Sequence[MergedGradient],
     divisions: Sequence[Division],
     global_step: Variable | None,
@@ -322,7 +322,7 @@ def _part(variable: Variable, division: Division, component: Array) -> Array:
 
 
 def _follow_written(
-    optimizer: StepRule,
+    optimizer: UpdateRule,
     variables: Sequence[Variable],
     made: Sequence[Sequence[Variable]],
     divisions: Sequence[Division],
@@ -398,7 +398,7 @@ def _are_all_finite(slots: Sequence[bytes]) -> bool:
 
 async def _refuse(
     turn: Turn,
-    optimizer: StepRule,
+    optimizer: UpdateRule,
     variables: Sequence[Variable],
     columns: Sequence[Sequence[object]],
     gradients: Sequence[MergedGradient],

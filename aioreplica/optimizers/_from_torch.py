@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from threading import Lock
+from types import SimpleNamespace
 from typing import Any, final
 
 import numpy as np
@@ -403,17 +404,6 @@ class _FromTorch(JointOptimizer):
             group.update({**now, "lr": now["lr"] * group["factor"]})
 
 
-class _Memory:
-    """Shows an array's memory without its read-only flag, which torch has no word for."""
-
-    __slots__ = ("__array_interface__", "_array")
-
-    def __init__(self, array: Array) -> None:
-        self._array = array
-        interface = array.__array_interface__
-        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
-
-
 def _copy(torch: Any, old: Array, new: Array, tensor: Any) -> None:
     """Copy an array to new memory, of which there is a tensor: torch takes several threads."""
     if new.nbytes > THREADED_BYTES:
@@ -429,5 +419,7 @@ def _readable(torch: Any, array: Array) -> Any:
         try:
             array.flags.writeable = True
         except ValueError:  # so is the array that owns the memory
-            array = np.asarray(_Memory(array))
+            interface = array.__array_interface__  # its flag says read-only, which torch cannot say
+            shown = {**interface, "data": (interface["data"][0], False)}
+            array = np.asarray(SimpleNamespace(__array_interface__=shown, owner=array))
     return torch.from_numpy(array)

@@ -13,7 +13,7 @@ from ..collectives import Compressed, Compression, reduce_leaves
 from ..context import PLACE
 from ..devices import OwnedTask, run_together
 from ..errors import ContextError, MergeMismatchError
-from ..replica import Call, Collective, Parts, Pending, RunningReplica, SyncGroup
+from ..replica import Once, RunningReplica
 from ..tree import Array, Tree
 from ..typing import ReduceOp
 from ..values import IndexedSlices, Variable
@@ -377,35 +377,7 @@ class LocalSGD:
         return totals
 
 
-@final
-class LocalStep(Collective):
-    """Counts a step, once for all replicas, and exchanges if it is time."""
-
-    __slots__ = ()
-
-    def detail(self, argument: object) -> str:
-        """Return "": whose step it is is shown where it differs."""
-        return ""
-
-    def agrees(self, first: Call, call: Call) -> bool:
-        """Tell whether both are steps of the same object."""
-        return first.argument is call.argument
-
-    def difference(self, first: Call, call: Call) -> str | None:
-        """Say whose steps they are if they differ."""
-        if first.argument is call.argument:
-            return None
-        return f"{first.argument!r} here and {call.argument!r} there are two"
-
-    def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
-        """Do it once for all replicas."""
-        local: LocalSGD = calls[0].argument
-        nothing = [None] * group.num_replicas
-        pending = local.counted()
-        return nothing if pending is None else Pending(pending, lambda _: nothing)
-
-
-LOCAL_STEP = LocalStep("local_sgd_step")
+LOCAL_STEP = Once("local_sgd_step", lambda local, _: local.counted())
 
 
 async def _mean_of_rows(communicator: Communicator, rows: IndexedSlices) -> IndexedSlices:

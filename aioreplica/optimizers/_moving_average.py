@@ -10,9 +10,9 @@ from typing import TypeAlias, final
 
 import numpy as np
 
-from ..collectives import Job, Turn, no_data
+from ..collectives import Job
 from ..context import PLACE
-from ..replica import Call, CallSite, Collective, Parts, Pending, RunningReplica, SyncGroup
+from ..replica import CallSite, Once, RunningReplica, SyncGroup
 from ..tree import Array, DType
 from ..values import DividedVariable, Variable, is_floating
 from ._checks import (
@@ -212,48 +212,16 @@ class BlockingMovingAverage:
         return f"<BlockingMovingAverage of {self._average!r}>"
 
 
-@final
-class UpdateAverages(Collective):
-    """Moves averages once for all replicas; each gets None. The argument is whose they are."""
-
-    __slots__ = ()
-
-    def detail(self, argument: object) -> str:
-        """Return "": the averages are shown where they differ."""
-        return ""
-
-    def agrees(self, first: Call, call: Call) -> bool:
-        """Tell whether both move the same averages."""
-        return first.argument is call.argument
-
-    def difference(self, first: Call, call: Call) -> str | None:
-        """Say whose averages they are if they differ."""
-        if first.argument is call.argument:
-            return None
-        return f"{first.argument!r} here and {call.argument!r} there are two"
-
-    def signature(self, call: Call) -> str:
-        """Name the averages."""
-        average: ExponentialMovingAverage = call.argument
-        return ", ".join(variable.name for variable in average.variables)
-
-    async def across(self, group: SyncGroup, calls: Sequence[Call], turn: Turn) -> Parts:
-        """Move them on every worker, where variables are equal."""
-        await turn.exchange(b"", no_data)
-        parts = self.perform(group, calls)
-        return parts.to_parts(await parts.awaitable) if isinstance(parts, Pending) else parts
-
-    def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
-        """Move them in cross-replica context."""
-        average: ExponentialMovingAverage = calls[0].argument
-        nothing = [None] * group.num_replicas
-        pending: Awaitable[None] | None = run_stages(
-            average.stages(), is_blocking=group.is_blocking
-        )
-        return nothing if pending is None else Pending(pending, lambda _: nothing)
+def _move_all(average: ExponentialMovingAverage, group: SyncGroup) -> Awaitable[None] | None:
+    moved: Awaitable[None] | None = run_stages(average.stages(), is_blocking=group.is_blocking)
+    return moved
 
 
-UPDATE_AVERAGES = UpdateAverages("update_averages")
+def _names(average: ExponentialMovingAverage) -> str:
+    return ", ".join(variable.name for variable in average.variables)
+
+
+UPDATE_AVERAGES = Once("update_averages", _move_all, _names)
 
 
 def _cast(components: Components, dtype: DType) -> Components:

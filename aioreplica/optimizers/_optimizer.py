@@ -7,7 +7,7 @@ one merge of all replicas, which `_step.py` has.
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,56 +43,11 @@ from ._checks import (
 from ._gradient import merged_pairs
 from ._loss import LossScaling, Pairs
 from ._merged_gradient import merge_gradients
-from ._settings import OnNonFinite, StepSettings, checked_settings, require_divisible
+from ._settings import OnNonFinite, StepSettings, UpdateRule, checked_settings, require_divisible
 from ._slots import SlotTable, new_variable
 from ._staged_write import StagedWrite
 from ._step import take_step
 from .schedules import ReduceOnPlateau
-
-
-class UpdateRule(ABC):
-    """Says how gradients change values; computes only, and writes nothing.
-
-    Attributes:
-        is_elementwise: Whether the rule is that of an `ElementwiseOptimizer`.
-        is_joint: Whether the rule is that of a `JointOptimizer`.
-    """
-
-    is_elementwise = False
-    is_joint = False
-
-    def attributes_of_rule(self) -> Mapping[str, Any]:
-        """Return what the rule keeps in the object, to make another one elsewhere."""
-        return {name: value for name, value in vars(self).items() if name != "_settings"}
-
-    @abstractmethod
-    def new_slot(self, name: str, variable: Variable) -> Array:
-        """Return the initial value of a variable's slot."""
-
-    @abstractmethod
-    def prepare(self, learning_rate: float, iteration: int) -> Any:
-        """Return what `update` needs to know of this step.
-
-        Args:
-            learning_rate: That of this step.
-            iteration: How many updates were done before.
-        """
-
-    @abstractmethod
-    def update(
-        self, prepared: Any, value: Array, gradient: Array, slots: Mapping[str, Array]
-    ) -> tuple[Array, Mapping[str, Array]]:
-        """Return the new value and the new slots of one component of one variable.
-
-        Called on a host thread if the variables are large; the arrays given are read-only.
-
-        Shapes:
-            gradient and the new value: that of the value.
-        """
-
-    @abstractmethod
-    def finish(self, prepared: Any) -> Mapping[Variable, Array]:
-        """Return new values of variables that are not slots, if the rule has any; on the loop."""
 
 
 class Optimizer(UpdateRule):

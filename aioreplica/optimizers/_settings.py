@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, TypedDict, final
+from typing import Any, Literal, TypeAlias, TypedDict, final
 
 import numpy as np
 
@@ -185,41 +186,62 @@ class StepSettings:
         self.slots.restored.pop(owner)
 
 
-class StepRule(Protocol):
-    """Interface of an optimizer for its steps.
+class UpdateRule(ABC):
+    """Says how gradients change values; computes only, and writes nothing.
 
     Attributes:
-        is_elementwise: Whether the rule treats every element by itself.
-        is_joint: Whether the rule updates all variables together.
+        is_elementwise: Whether the rule is that of an `ElementwiseOptimizer`.
+        is_joint: Whether the rule is that of a `JointOptimizer`.
     """
 
-    is_elementwise: bool
-    is_joint: bool
+    is_elementwise = False
+    is_joint = False
 
     @property
+    @abstractmethod
     def settings(self) -> StepSettings:
         """Settings of a step besides the rule."""
 
     @property
+    @abstractmethod
     def slot_names(self) -> tuple[str, ...]:
         """Names of the slots that every updated variable has."""
 
+    def attributes_of_rule(self) -> Mapping[str, Any]:
+        """Return what the rule keeps in the object, to make another one elsewhere."""
+        return {name: value for name, value in vars(self).items() if name != "_settings"}
+
+    @abstractmethod
     def new_slot(self, name: str, variable: Variable) -> Array:
         """Return the initial value of a variable's slot."""
 
+    @abstractmethod
     def prepare(self, learning_rate: float, iteration: int) -> Any:
-        """Return what `update` needs to know of this step."""
+        """Return what `update` needs to know of this step.
 
+        Args:
+            learning_rate: That of this step.
+            iteration: How many updates were done before.
+        """
+
+    @abstractmethod
     def update(
         self, prepared: Any, value: Array, gradient: Array, slots: Mapping[str, Array]
     ) -> tuple[Array, Mapping[str, Array]]:
-        """Return the new value and the new slots of one component of one variable."""
+        """Return the new value and the new slots of one component of one variable.
 
+        Called on a host thread if the variables are large; the arrays given are read-only.
+
+        Shapes:
+            gradient and the new value: that of the value.
+        """
+
+    @abstractmethod
     def finish(self, prepared: Any) -> Mapping[Variable, Array]:
-        """Return new values of variables that are not slots, if the rule has any."""
+        """Return new values of variables that are not slots, if the rule has any; on the loop."""
 
 
-def require_divisible(rule: StepRule, shard_state: bool) -> None:
+def require_divisible(rule: UpdateRule, shard_state: bool) -> None:
     """Check that state is only divided where a rule needs no whole variables.
 
     Raises:

@@ -33,7 +33,7 @@ from ._blocks import BlockRule, Range, block_jobs, fused_rules, run_rows
 from ._checks import learning_rate_at
 from ._kernels import Kernel
 from ._merged_gradient import MergedGradient, merge_gradients
-from ._settings import StepRule
+from ._settings import UpdateRule
 from ._slots import SlotTable
 from ._staged_write import StagedWrite
 
@@ -54,7 +54,7 @@ FUSED_THREAD_BYTES = 8 * 1024 * 1024
 
 
 def take_step(
-    optimizer: StepRule,
+    optimizer: UpdateRule,
     gradients: Sequence[MergedGradient],
     reducer: Reducer | None,
     global_step: Variable | None,
@@ -105,7 +105,7 @@ def run_stages(
 
 
 def _stages(
-    optimizer: StepRule,
+    optimizer: UpdateRule,
     gradients: Sequence[MergedGradient],
     reducer: Reducer | None,
     global_step: Variable | None,
@@ -174,7 +174,7 @@ def unscale_and_check(gradients: Sequence[MergedGradient], squares: list[float])
 
 
 def apply(
-    optimizer: StepRule,
+    optimizer: UpdateRule,
     gradients: Sequence[MergedGradient],
     global_step: Variable | None,
     norm: float | None,
@@ -214,7 +214,7 @@ def apply(
 
 
 def begin_write(
-    optimizer: StepRule,
+    optimizer: UpdateRule,
     gradients: Sequence[MergedGradient],
     read: list[Variable],
     global_step: Variable | None,
@@ -266,7 +266,7 @@ def begin_write(
 
 
 def publish(
-    optimizer: StepRule,
+    optimizer: UpdateRule,
     write: StagedWrite,
     prepared: object,
     gradients: Sequence[MergedGradient],
@@ -309,7 +309,7 @@ class FinishedGradients(NamedTuple):
 
 
 def finish_gradients(
-    optimizer: StepRule,
+    optimizer: UpdateRule,
     variables: Sequence[Variable],
     gradients: Sequence[object],
 ) -> FinishedGradients:
@@ -361,7 +361,7 @@ async def _go_on_in_threads(
 
 
 def refuse(
-    optimizer: StepRule,
+    optimizer: UpdateRule,
     gradients: Sequence[MergedGradient],
     error: NonFiniteError | None = None,
 ) -> Iterator[Sequence[Job]]:
@@ -391,7 +391,7 @@ def refuse(
 
 
 def _doubtful(
-    optimizer: StepRule, gradients: Sequence[MergedGradient], groups: Groups
+    optimizer: UpdateRule, gradients: Sequence[MergedGradient], groups: Groups
 ) -> list[tuple[Variable, ...]]:
     """Return what is to be looked at before it is published: slots, and what they belong to.
 
@@ -459,7 +459,7 @@ def _round(write: StagedWrite, gradient: MergedGradient, master: Variable) -> No
 
 
 def scale_after(
-    optimizer: StepRule, gradients: Sequence[MergedGradient], *, is_finite: bool
+    optimizer: UpdateRule, gradients: Sequence[MergedGradient], *, is_finite: bool
 ) -> dict[Variable, object]:
     """Return what becomes of the loss scale's variables after a step."""
     scaling = optimizer.settings.loss_scaling
@@ -494,7 +494,7 @@ def _part_of(gradient: MergedGradient, member: int) -> object:
 
 
 def _jobs_of_blocks(
-    optimizer: StepRule,
+    optimizer: UpdateRule,
     write: StagedWrite,
     groups: Groups,
     gradients: Sequence[MergedGradient],
@@ -518,7 +518,7 @@ def _jobs_of_blocks(
 
 
 def _run_rule(
-    optimizer: StepRule,
+    optimizer: UpdateRule,
     write: StagedWrite,
     groups: Groups,
     gradients: Sequence[MergedGradient],
@@ -541,7 +541,7 @@ def _run_rule(
 
 
 def _run_joint_rule(
-    optimizer: StepRule,
+    optimizer: UpdateRule,
     write: StagedWrite,
     groups: Groups,
     shared: Sequence[Variable],

@@ -17,6 +17,7 @@ from ..collectives import CommunicationOptions
 from ..context import PLACE, CurrentReplica, Place
 from ..devices import follow_others, served_streams, synchronise_lane
 from ..errors import ContextError
+from ..telemetry import ThreadWait
 from ..tree import Tree
 from ..typing import OpName, ReduceOp
 from ..values import Variable
@@ -330,27 +331,6 @@ class BlockingGroup(BlockingCollectives):
 
     def __repr__(self) -> str:
         return f"<BlockingGroup {self.members} | position {self._position}>"
-
-
-@final
-class ThreadWait:
-    """A wait of a device thread for something else than replicas, as observers are told of it."""
-
-    __slots__ = ("_what",)
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def describe(self) -> str:
-        """Say what is waited for."""
-        return self._what
-
-    def missing_members(self) -> tuple[int, ...]:
-        """Return none: no replica is waited for."""
-        return ()
-
-    def awaited(self) -> None:
-        """Return None: no task is waited for."""
 
 
 @final

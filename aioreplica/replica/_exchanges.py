@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -45,11 +44,23 @@ class Along:
     options: CommunicationOptions | None = None
 
 
-class ConcatenatingCollective(Collective):
-    """Base of gathering and exchanging: an axis, and sizes that may differ."""
+@final
+class Concatenating(Collective):
+    """Joins leaves, or pieces of them, along an axis; sizes may differ.
 
-    __slots__ = ()
+    Args:
+        name: What users call it.
+        exchange: Makes what each replica gets of one leaf of all.
+    """
+
+    __slots__ = ("_exchange",)
     is_uneven = True
+
+    def __init__(
+        self, name: str, exchange: Callable[[Sequence[object], int], list[object]]
+    ) -> None:
+        super().__init__(name)
+        self._exchange = exchange
 
     def detail(self, argument: Along) -> str:
         """Name the axis, and options that are not the strategy's."""
@@ -84,7 +95,7 @@ class ConcatenatingCollective(Collective):
         columns = list(zip(*(call.args[0] for call in calls), strict=True))
 
         def exchange_all() -> Parts:
-            rows = zip(*(self.exchange(column, axis) for column in columns), strict=True)
+            rows = zip(*(self._exchange(column, axis) for column in columns), strict=True)
             return [unflatten(spec, row) for row in rows] if columns else self._empty(calls)
 
         return _inline_or_not(group, sum(map(payload_bytes, calls)), exchange_all)
@@ -110,39 +121,22 @@ class ConcatenatingCollective(Collective):
         for index in range(num_leaves):
             of_replicas = [found[i * num_leaves + index] for i in range(count)]
             column = [row[rank] for rank in range(turn.num_workers) for row in of_replicas]
-            columns.append(self.exchange(column, axis)[first : first + count])
+            columns.append(self._exchange(column, axis)[first : first + count])
         return [unflatten(spec, row) for row in zip(*columns, strict=True)]
-
-    @abstractmethod
-    def exchange(self, column: Sequence[object], axis: int) -> list[object]:
-        """Return what each replica gets of one leaf."""
 
     def _empty(self, calls: Sequence[Call]) -> Parts:
         return [unflatten(call.args[1], []) for call in calls]
 
 
-@final
-class AllGather(ConcatenatingCollective):
-    """Joins leaves along an axis, in replica order; every replica gets all of them."""
-
-    __slots__ = ()
-
-    def exchange(self, column: Sequence[object], axis: int) -> list[object]:
-        """Share what was joined."""
-        return share(concatenate(column, axis), column)
+def _gathered(column: Sequence[object], axis: int) -> list[object]:
+    """Join along the axis, in replica order; every replica gets all of it."""
+    return share(concatenate(column, axis), column)
 
 
-@final
-class AllToAll(ConcatenatingCollective):
-    """Cuts every replica's leaves along an axis and gives each replica one piece of each."""
-
-    __slots__ = ()
-
-    def exchange(self, column: Sequence[object], axis: int) -> list[object]:
-        """Join the i-th pieces for replica i."""
-        count = len(column)
-        cut = [pieces(_array(leaf), count, axis) for leaf in column]
-        return [concatenate(own, axis) for own in zip(*cut, strict=True)]
+def _exchanged(column: Sequence[object], axis: int) -> list[object]:
+    """Cut every replica's leaf along the axis; join the i-th pieces for replica i."""
+    cut = [pieces(_array(leaf), len(column), axis) for leaf in column]
+    return [concatenate(own, axis) for own in zip(*cut, strict=True)]
 
 
 @final
@@ -215,6 +209,7 @@ def _array(leaf: object) -> object:
     return leaf if is_array_api_obj(leaf) else np.asarray(leaf)
 
 
-ALL_GATHER = AllGather("all_gather")
-ALL_TO_ALL = AllToAll("all_to_all")
+all_gather_named = partial(Concatenating, exchange=_gathered)
+ALL_GATHER = all_gather_named("all_gather")
+ALL_TO_ALL = Concatenating("all_to_all", _exchanged)
 BROADCAST = Broadcast("broadcast")

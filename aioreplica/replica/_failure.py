@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, final
@@ -11,34 +10,7 @@ from typing import TYPE_CHECKING, final
 from ..errors import MergeMismatchError
 
 if TYPE_CHECKING:
-    from ._meeting import Call
-    from ._messages import Transfer
-    from ._rendezvous import Mismatch
-    from ._replica import Replica
-
-
-class RunControl(ABC):
-    """Interface of a run for its meeting point."""
-
-    @abstractmethod
-    def abort(self, cause: BaseException | None) -> None:
-        """End the run, raising `cause`."""
-
-    @abstractmethod
-    def abort_mismatch(self, mismatch: Mismatch, withdrew: Replica | None = None) -> None:
-        """End the run because its replicas can never meet; one may have withdrawn."""
-
-    @abstractmethod
-    def stalled(self, timeout_s: float, call: Call | Transfer | None = None) -> None:
-        """End the run because replicas waited too long in a collective, or for a message."""
-
-    @abstractmethod
-    def merge_ended(self) -> None:
-        """Record that the task of a merge has ended."""
-
-    @abstractmethod
-    async def restart_outside(self) -> None:
-        """Clean up after a call that was given up outside every run."""
+    pass
 
 
 @final

@@ -32,7 +32,7 @@ from ._errors import (
     replica_cancelled_error,
     stall_error,
 )
-from ._failure import Failures, RunControl, cause_of_unwinding, error_of
+from ._failure import Failures, cause_of_unwinding, error_of
 from ._meeting import AcrossWorkers, Call, SyncGroup
 from ._meeting_point import MeetingPoint
 from ._messages import Transfer
@@ -47,7 +47,7 @@ UNWIND_S = 1.0
 
 
 @final
-class ReplicaGroup(RunControl):
+class ReplicaGroup:
     """One run's replicas.
 
     Args:

@@ -21,7 +21,7 @@ from contextlib import nullcontext, suppress
 from contextvars import copy_context
 from functools import partial
 from threading import Lock, get_ident
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 from weakref import proxy
 
 from ..context import PLACE, Place
@@ -38,13 +38,16 @@ from ..devices import (
 from ..errors import ReplicaRow
 from ..telemetry import ObservedCall, ObservedWait, Observers
 from ._errors import held_by_op_error, misuse_error, two_at_once_error
-from ._failure import RunControl, add_note_once, error_of
+from ._failure import add_note_once, error_of
 from ._meeting import AcrossWorkers, Call, Generation, Parts, Pending, Reading, SyncGroup, WaitedFor
 from ._messages import Transfer
 from ._reductions import STARTED_ALL_REDUCE
 from ._rendezvous import Mismatch, Rendezvous, ReplicaState
 from ._replica import Replica, who_withdrew
 from ._stall import StartedWaits
+
+if TYPE_CHECKING:
+    from ._group import ReplicaGroup
 
 NO_LOCK = nullcontext()
 
@@ -59,15 +62,14 @@ class MeetingPoint:
         loop: The event loop of the run; None outside every run, where one replica meets itself.
         observers: Who is told of calls, waits and merges.
         now: The clock, in seconds.
-        run: What ends the run, see `RunControl`.
+        run: What ends the run.
 
     Attributes:
         replicas: As given.
         is_aborted: Set by the run when it ends early; every later await here raises
             CancelledError.
         num_merges: How many merges have ended, a sign of progress.
-        merging: The generations whose merges take longer than one step of their last replica, and
-            whether they have begun.
+        merging: Whether each merge that takes longer than a step of its last replica has begun.
         unseen: What started collectives raised, as long as no handle was asked for it.
         lock: Guards the rendezvous where device threads meet; None where tasks do.
         parked: The gates of the replicas whose device threads wait.
@@ -85,7 +87,7 @@ class MeetingPoint:
         loop: asyncio.AbstractEventLoop | None,
         observers: Observers,
         now: Callable[[], float],
-        run: RunControl,
+        run: ReplicaGroup,
     ) -> None:
         self.is_aborted = False
         self.num_merges = 0
@@ -97,7 +99,7 @@ class MeetingPoint:
         self.loop = loop
         self.observers = observers
         self.now = now
-        self.run: RunControl = proxy(run)  # the run holds the point: no circle
+        self.run: ReplicaGroup = proxy(run)  # the run holds the point: no circle
         self.lock = Lock() if everyone.is_blocking else None
         self.parked: dict[int, Gate] = {}
         self.replicas = replicas
@@ -254,7 +256,8 @@ class MeetingPoint:
             pending.end()
             self.merging.pop(generation, None)
             self.wake_threads()
-            _tell_merge_ended(self.run)
+            with suppress(ReferenceError):  # the run was given up in an interrupt
+                self.run.merge_ended()
             return
         context = generation.calls[0].context
         context.run(PLACE.set, generation.group.merge_place)
@@ -286,7 +289,8 @@ class MeetingPoint:
                 except Exception as wrong:  # noqa: BLE001 - every member raises it
                     error = wrong
             self.release(generation, parts, error)
-        _tell_merge_ended(self.run)
+        with suppress(ReferenceError):  # likewise
+            self.run.merge_ended()
 
     # ---- waiting -------------------------------------------------------------------------
 
@@ -406,11 +410,6 @@ def _once_over(reading: Reading | None, fn: Callable[[], None]) -> None:
         fn()
     else:
         reading.when_over(fn)
-
-
-def _tell_merge_ended(run: RunControl) -> None:
-    with suppress(ReferenceError):  # the run was given up in an interrupt
-        run.merge_ended()
 
 
 class Waiter(ABC):

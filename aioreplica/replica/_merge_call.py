@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import copy_context
 from functools import partial
 from types import MethodType
@@ -142,6 +142,67 @@ class MergeCall(Collective):
         return split_per_replica(
             result, group.num_replicas, f"the result of merge function {self.detail(fn)}"
         )
+
+
+@final
+class Once(Collective):
+    """Does something once for all replicas with the object that all of them bring; each gets None.
+
+    Args:
+        name: What users call it.
+        act: Does it, in cross-replica context, or returns what to await for that.
+        signature: Says what of the object has to be equal on all workers; None if other workers
+            have no part in it.
+    """
+
+    __slots__ = ("_act", "_signature")
+
+    def __init__(
+        self,
+        name: str,
+        act: Callable[[Any, SyncGroup], Awaitable[None] | None],
+        signature: Callable[[Any], str] | None = None,
+    ) -> None:
+        super().__init__(name)
+        self._act = act
+        self._signature = signature
+
+    def detail(self, argument: object) -> str:
+        """Return nothing: the object is shown where it differs."""
+        return ""
+
+    def agrees(self, first: Call, call: Call) -> bool:
+        """Tell whether both bring the same object."""
+        return first.argument is call.argument
+
+    def difference(self, first: Call, call: Call) -> str | None:
+        """Show both objects if they differ."""
+        if first.argument is call.argument:
+            return None
+        return f"{first.argument!r} here and {call.argument!r} there are two"
+
+    def signature(self, call: Call) -> str:
+        """Describe the object."""
+        return "" if self._signature is None else self._signature(call.argument)
+
+    def across(
+        self, group: SyncGroup, calls: Sequence[Call], turn: Turn
+    ) -> Coroutine[object, None, Parts] | Pending:
+        """Do it on every worker, once all are there."""
+        if self._signature is None:
+            return super().across(group, calls, turn)
+        return self._on_every_worker(group, calls, turn)
+
+    async def _on_every_worker(self, group: SyncGroup, calls: Sequence[Call], turn: Turn) -> Parts:
+        await turn.exchange(b"", no_data)
+        parts = self.perform(group, calls)
+        return parts.to_parts(await parts.awaitable) if isinstance(parts, Pending) else parts
+
+    def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
+        """Do it."""
+        pending = self._act(calls[0].argument, group)
+        nothing = [None] * group.num_replicas
+        return nothing if pending is None else Pending(pending, lambda _: nothing)
 
 
 def _call_in_merge(

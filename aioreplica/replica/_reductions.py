@@ -6,7 +6,6 @@ compared leaf by leaf.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +35,7 @@ from ._meeting import Call, Collective, Parts, Pending, SyncGroup
 from ._signature import payload_signature, summand_text
 
 Payload: TypeAlias = tuple[list[Any], TreeSpec, Any]
+HandOut: TypeAlias = Callable[[Sequence[Call], Turn | None, Sequence[object]], Parts]
 """The `args` of such a call: leaves, structure, and what `are_like` compares, or None."""
 
 
@@ -180,15 +180,22 @@ def parse_reduction(
 _USUAL = {name: Reduction(op) for op in ReduceOp for name in (op.name, op.name.lower())}
 
 
+@final
 class Reducing(Collective):
-    """Base of all reductions.
+    """Combines equal-shaped leaves over replicas.
 
     Args:
         name: What users call it.
+        hand_out: Makes the parts of the replicas here of the reduced leaves. Gets the turn too if
+            they were reduced over all workers.
     """
 
-    __slots__ = ()
+    __slots__ = ("_hand_out",)
     is_reduction = True
+
+    def __init__(self, name: str, hand_out: HandOut) -> None:
+        super().__init__(name)
+        self._hand_out = hand_out
 
     def detail(self, argument: Reduction) -> str:
         """Name the operator, the axis, and options that are not the strategy's."""
@@ -246,7 +253,7 @@ class Reducing(Collective):
             if not isinstance(local, list):
                 return self._across_later(calls, turn, local, halves)
             found = reduce_across(turn, argument.op, local, halves=halves, is_last=True)
-        return Pending(found, partial(self.hand_out_share, calls, turn=turn))
+        return Pending(found, partial(self._hand_out, calls, turn))
 
     async def _across_later(
         self,
@@ -258,7 +265,7 @@ class Reducing(Collective):
         found = await reduce_across(
             turn, calls[0].argument.op, await local, halves=halves, is_last=True
         )
-        return self.hand_out_share(calls, found, turn)
+        return self._hand_out(calls, turn, found)
 
     def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
         """Reduce all leaves; off the event loop if there is much to read."""
@@ -269,67 +276,33 @@ class Reducing(Collective):
             here = group.reducer.reduce_here(
                 argument.op, rows, argument.options, group.members, signature
             )
-            return self.hand_out(calls, here)
+            return self._hand_out(calls, None, here)
         reduced = group.reducer.reduce(
             argument.op, rows, argument.options, group.members, signature
         )
         if isinstance(reduced, list):
-            return self.hand_out(calls, reduced)
-        return Pending(reduced, partial(self.hand_out, calls))
-
-    @abstractmethod
-    def hand_out(self, calls: Sequence[Call], reduced: Sequence[object]) -> Parts:
-        """Return each replica's part of the reduced leaves."""
-
-    @abstractmethod
-    def hand_out_share(self, calls: Sequence[Call], reduced: Sequence[object], turn: Turn) -> Parts:
-        """Return the parts of this worker's replicas, of leaves reduced over all workers."""
+            return self._hand_out(calls, None, reduced)
+        return Pending(reduced, partial(self._hand_out, calls, None))
 
 
-@final
-class AllReduce(Reducing):
-    """Combines equal-shaped leaves over replicas; every replica gets the same result."""
-
-    __slots__ = ()
-
-    def hand_out(self, calls: Sequence[Call], reduced: Sequence[object]) -> Parts:
-        """Share the leaves; every replica has containers of its own."""
-        spec = calls[0].args[1]
-        if spec is LEAF_SPEC and type(reduced[0]) in _UNWRITABLE:
-            return [reduced[0]] * len(calls)
-        if _UNWRITABLE.issuperset(map(type, reduced)):
-            return [unflatten(spec, reduced) for _ in calls]
-        inputs = zip(*(call.args[0] for call in calls), strict=True)
-        columns = [share(leaf, own) for leaf, own in zip(reduced, inputs, strict=True)]
-        return [unflatten(spec, [column[i] for column in columns]) for i in range(len(calls))]
-
-    def hand_out_share(self, calls: Sequence[Call], reduced: Sequence[object], turn: Turn) -> Parts:
-        """Share the leaves."""
-        return self.hand_out(calls, reduced)
+def _share_out(calls: Sequence[Call], turn: Turn | None, reduced: Sequence[object]) -> Parts:
+    """Share the leaves; every replica has containers of its own."""
+    spec = calls[0].args[1]
+    if spec is LEAF_SPEC and type(reduced[0]) in _UNWRITABLE:
+        return [reduced[0]] * len(calls)
+    if _UNWRITABLE.issuperset(map(type, reduced)):
+        return [unflatten(spec, reduced) for _ in calls]
+    inputs = zip(*(call.args[0] for call in calls), strict=True)
+    columns = [share(leaf, own) for leaf, own in zip(reduced, inputs, strict=True)]
+    return [unflatten(spec, [column[i] for column in columns]) for i in range(len(calls))]
 
 
-@final
-class ReduceScatter(Reducing):
-    """Combines equal-shaped leaves over replicas; every replica gets its part of the result."""
-
-    __slots__ = ()
-
-    def hand_out(self, calls: Sequence[Call], reduced: Sequence[object]) -> Parts:
-        """Cut every leaf along the axis."""
-        return self._cut(calls, reduced, range(len(calls)), len(calls))
-
-    def hand_out_share(self, calls: Sequence[Call], reduced: Sequence[object], turn: Turn) -> Parts:
-        """Cut every leaf into a part per replica of all workers; take those of the own ones."""
-        first = turn.rank * len(calls)
-        own = range(first, first + len(calls))
-        return self._cut(calls, reduced, own, turn.num_workers * len(calls))
-
-    def _cut(
-        self, calls: Sequence[Call], reduced: Sequence[object], own: range, count: int
-    ) -> Parts:
-        spec, axis = calls[0].args[1], calls[0].argument.axis
-        columns = [pieces(leaf, count, axis) for leaf in reduced]
-        return [unflatten(spec, [column[i] for column in columns]) for i in own]
+def _cut_out(calls: Sequence[Call], turn: Turn | None, reduced: Sequence[object]) -> Parts:
+    """Cut every leaf along the axis, a part per replica of all workers; take the own ones."""
+    spec, axis, here = calls[0].args[1], calls[0].argument.axis, len(calls)
+    first, count = (0, here) if turn is None else (turn.rank * here, turn.num_workers * here)
+    columns = [pieces(leaf, count, axis) for leaf in reduced]
+    return [unflatten(spec, [column[first + i] for column in columns]) for i in range(here)]
 
 
 _ARRAYS = {np.ndarray}
@@ -340,6 +313,8 @@ _dtype_of = attrgetter("dtype")
 _nbytes_of = attrgetter("nbytes")
 _UNWRITABLE = {np.ndarray, float, int, complex}  # arrays of NumPy come out read-only
 
-ALL_REDUCE = AllReduce("all_reduce")
-STARTED_ALL_REDUCE = AllReduce("start_all_reduce")
-REDUCE_SCATTER = ReduceScatter("reduce_scatter")
+all_reduce_named = partial(Reducing, hand_out=_share_out)
+reduce_scatter_named = partial(Reducing, hand_out=_cut_out)
+ALL_REDUCE = all_reduce_named("all_reduce")
+STARTED_ALL_REDUCE = all_reduce_named("start_all_reduce")
+REDUCE_SCATTER = reduce_scatter_named("reduce_scatter")

@@ -14,6 +14,7 @@ from ._observer import ObservedRun as ObservedRun
 from ._observer import ObservedWait as ObservedWait
 from ._observer import Observer as Observer
 from ._observer import Observers as Observers
+from ._observer import ThreadWait as ThreadWait
 from ._observer import Visit as Visit
 from ._observer import observe_everywhere as observe_everywhere
 from ._recorder import CollectiveRecord as CollectiveRecord

@@ -165,6 +165,27 @@ class ObservedWait(Protocol):
         """Return the task on the event loop that is waited for; None for other waits."""
 
 
+@final
+class ThreadWait:
+    """Wait of a device thread for something else than replicas; an `ObservedWait`."""
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def describe(self) -> str:
+        """Say what is waited for."""
+        return self._what
+
+    def missing_members(self) -> tuple[int, ...]:
+        """Return none: no replica is waited for."""
+        return ()
+
+    def awaited(self) -> None:
+        """Return None: no task is waited for."""
+
+
 class ObservedRun(Protocol):
     """One run of a step function."""
 

@@ -6,7 +6,6 @@ itself asks it for lanes and gates.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from typing import Any, Final, final
 
 from ..devices import COLLECTIVES, HOST, LaneStatistics, Op, OpTracker
 from ..errors import DeviceError
-from ..telemetry import Observers
+from ..telemetry import Observers, ThreadWait
 from ._pools import DEFAULT_WORKERS, PoolOp, PoolTable, SimPool
 
 COLLECTIVE_WORKERS: Final = 4
@@ -90,25 +89,6 @@ class SimGate:
 
 
 @final
-class LentLane:
-    """Wait of an op for the lane that it has lent; an `ObservedWait`."""
-
-    __slots__ = ()
-
-    def describe(self) -> str:
-        """Say what is waited for."""
-        return "its lane, which it has lent to other ops"
-
-    def missing_members(self) -> tuple[int, ...]:
-        """No replica has to arrive."""
-        return ()
-
-    def awaited(self) -> asyncio.Future[object] | None:
-        """No task of the event loop is waited for."""
-        return None
-
-
-@final
 class SimLane:
     """Stands for a device's lane.
 
@@ -157,7 +137,7 @@ class SimLane:
             pool.lends_no_longer(op.lender)
 
     def _wait_for_worker(self, gate: SimGate, observers: Observers) -> None:
-        wait = LentLane()
+        wait = ThreadWait("its lane, which it has lent to other ops")
         if (tell := observers.wait_began) is not None:
             tell(wait)
         try:

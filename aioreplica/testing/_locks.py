@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import threading
 from _thread import allocate_lock
-from types import TracebackType
+from collections.abc import Callable
+from functools import partial
+from types import GenericAlias, TracebackType
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ._forbidden import refuse
@@ -25,28 +27,30 @@ REAL_RLOCK: Final[Any] = threading.RLock
 MAX_BLOCKED_STEPS: Final = 10_000
 
 
-def lock_class(simulation: Simulation) -> object:
-    """Return what stands for `threading.Lock` while schedules run."""
+def lock_classes(simulation: Simulation) -> dict[str, object]:
+    """Return what stands for names of `threading` while schedules run."""
+    lock = class_in_run(simulation, REAL_LOCK, partial(SimLock, simulation))
+    rlock = class_in_run(simulation, REAL_RLOCK, partial(SimRLock, simulation))
+    return {"Lock": lock, "_allocate_lock": lock, "RLock": rlock}  # the second of conditions
 
-    class Lock:
-        """Makes a simulated lock inside a run, a real one elsewhere."""
 
+def class_in_run(
+    simulation: Simulation, real: Callable[[], object], simulated: Callable[[], object]
+) -> object:
+    """Return what stands for a class, such as `threading.Lock`, while schedules run.
+
+    A class too, for those who test or annotate with it; it makes a simulated one inside a run, a
+    real one elsewhere.
+    """
+
+    class InRun:
         def __new__(cls) -> Any:
-            return SimLock(simulation) if simulation.is_here() else REAL_LOCK()
+            return simulated() if simulation.is_here() else real()
 
-    return Lock
+        def __class_getitem__(cls, item: object) -> Any:
+            return GenericAlias(cls, item)
 
-
-def rlock_class(simulation: Simulation) -> object:
-    """Return what stands for `threading.RLock` while schedules run."""
-
-    class RLock:
-        """Makes a simulated lock inside a run, a real one elsewhere."""
-
-        def __new__(cls) -> Any:
-            return SimRLock(simulation) if simulation.is_here() else REAL_RLOCK()
-
-    return RLock
+    return InRun
 
 
 @final

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from ..context import REGISTRY
 from . import _faults
 from ._forbidden import is_foreign, is_importing, refuse, wait_in_c
-from ._locks import lock_class, rlock_class
+from ._locks import lock_classes
 from ._participants import SimTask
 from ._patches import executor_patches, imported_names, new_modules, socket_patches
 from ._sets import numbered
@@ -253,10 +253,8 @@ class Sandbox:
         self._patch(os, "urandom", urandom)
         self._patch(random, "_urandom", urandom)  # of SystemRandom, and so of `secrets`
         self._patch(random.Random, "seed", self._seeding(random.Random.seed))
-        lock = lock_class(here)
-        self._patch(threading, "Lock", lock)
-        self._patch(threading, "_allocate_lock", lock)  # of conditions
-        self._patch(threading, "RLock", rlock_class(here))
+        for name, value in lock_classes(here).items():
+            self._patch(threading, name, value)
         self._patch(uuid, "uuid1", self._uuid(uuid.uuid1, 1))
         self._patch(uuid, "uuid4", self._uuid(uuid.uuid4, 4))
         self._patch(_faults, "visit", self._visit)

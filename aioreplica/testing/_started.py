@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ._forbidden import ForbiddenIO, refuse
+from ._locks import class_in_run
 from ._participants import TaskList
 from ._pools import PoolOp
 from ._ready import Ready, SimSelector
@@ -314,24 +315,9 @@ def thread_patches(simulation: Simulation) -> Patches:
         (thread, "start", start_it),
         (thread, "join", join),
         (thread, "is_alive", is_alive),
-        (queue, "SimpleQueue", simple_queue(simulation)),
+        (queue, "SimpleQueue", class_in_run(simulation, SimpleQueue, PurePythonQueue)),
         (asyncio, "new_event_loop", new_event_loop),
         (asyncio.events, "new_event_loop", new_event_loop),
         (policy, "new_event_loop", make_by_policy),
         (BaseSelectorEventLoop, "__init__", begin_loop),
     ]
-
-
-def simple_queue(simulation: Simulation) -> Any:
-    """Return what stands for `queue.SimpleQueue` while schedules run."""
-
-    class SimpleQueueInRun:
-        """Makes a queue of simulated locks inside a run, a real one elsewhere."""
-
-        def __new__(cls) -> Any:
-            return PurePythonQueue() if simulation.is_here() else SimpleQueue()
-
-        def __class_getitem__(cls, item: object) -> Any:
-            return SimpleQueue[item]
-
-    return SimpleQueueInRun
