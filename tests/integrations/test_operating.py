@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from .asking import Answer, ask, post, until
 prometheus_client = pytest.importorskip("prometheus_client")
 
 BEARER = {"authorization": "Bearer operators"}
+CLIENT = {"authorization": "Bearer clients"}
 
 
 @pytest_asyncio.fixture
@@ -225,6 +227,67 @@ async def test_a_learner_without_checkpoints_says_so() -> None:
         answer = await operate(served(program), "/rollback", {"to": 0})
         assert answer.status == 409
         assert "a journal and checkpoints" in answer.json()["error"]
+
+
+@pytest.mark.asyncio
+async def test_a_broken_release_is_not_ready_makes_no_letters_and_is_resumed(operated: Any) -> None:
+    service, program = operated
+    learner, step = program.learner, program.step
+
+    async def broken(ctx: Any, batch: Any) -> None:
+        raise NameError("name 'learning_rat' is not defined")
+
+    async with asyncio.timeout(60):
+        await learn(program, 0)
+        learner.step_fn = broken
+        for i in range(1, 6):  # as many in a row as are the fault of the step
+            await learner.submit(example(i))
+        await until(lambda: learner.state == "failed")
+        ready = await ask(service, "GET", "/readyz")
+        assert ready.status == 503
+        assert ready.json()["status"].startswith("failed: ")
+        assert "learning_rat" in ready.json()["status"]
+        await predicts(service)
+        letters = await ask(service, "GET", "/dead-letters", **CLIENT)
+        assert letters.json()["dead_letters"] == []
+        assert (
+            b"aioreplica_online_failed 1.0"
+            in (await ask(service, "GET", "/metrics", **CLIENT)).body
+        )
+        learner.step_fn = step
+        assert (await operate(service, "/resume")).status == 200
+        await until(lambda: learner.statistics().learned_number == 6)
+        assert program.learned() == [1] * 6
+        assert (await ask(service, "GET", "/readyz")).json() == {"status": "ok"}
+
+
+@pytest.mark.asyncio
+async def test_a_step_that_hangs_is_not_ready_and_goes_on_when_resumed(
+    tmp_path: Path,
+) -> None:
+    async def hangs(ctx: Any, batch: Any) -> None:
+        await asyncio.Event().wait()
+
+    options: Any = {"max_batch": 1, "queue_size": 2, "step_timeout_s": 0.05}
+    async with asyncio.timeout(60), Counting(tmp_path, **options) as program:
+        service, step = served(program), program.step
+        program.learner.step_fn = hangs
+        tickets = [await program.learner.submit(example(i)) for i in range(2)]
+        await until(lambda: program.learner.state == "failed")
+        ready = await ask(service, "GET", "/readyz")
+        assert ready.status == 503
+        assert "failed: " in ready.json()["status"]
+        assert "0.05 s" in ready.json()["status"]
+        await predicts(service)
+        program.learner.step_fn = step
+        assert (await operate(service, "/resume")).status == 200
+        await tickets[-1]
+        assert (await ask(service, "GET", "/readyz")).json() == {"status": "ok"}
+
+
+async def predicts(service: OnlineService) -> None:
+    answer = await post(service, "/predict", {"input": [1.0]}, **CLIENT)
+    assert (answer.status, answer.json()["prediction"]) == (200, [1.0])
 
 
 @pytest.mark.asyncio
