@@ -11,7 +11,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from operator import attrgetter
@@ -263,8 +263,10 @@ def tensors_header(
     members = [f'"__metadata__":{_JSON.encode(metadata)}']
     offset = 0
     for label, shape, dtype, size in tensors:
-        entry = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + size]}
-        members.append(f"{_JSON.encode(label)}:{_JSON.encode(entry)}")
+        members.append(
+            f'{_JSON.encode(label)}:{{"dtype":"{dtype}","shape":[{",".join(map(str, shape))}],'
+            f'"data_offsets":[{offset},{offset + size}]}}'
+        )
         offset += size
     text = f"{{{','.join(members)}}}".encode()
     text += b" " * (-(len(text) + 8) % alignment)
@@ -274,8 +276,16 @@ def tensors_header(
 # ---- the manifest ------------------------------------------------------------------------
 
 
-def dump_manifest(manifest: Manifest) -> bytes:
-    """Return the bytes of the manifest file, its checksum included."""
+Entries = Iterable[tuple[str, EntryRecord]]
+
+
+def dump_manifest(manifest: Manifest, paced: Callable[[Entries], Entries] = iter) -> bytes:
+    """Return the bytes of the manifest file, its checksum included.
+
+    Args:
+        manifest: What it says.
+        paced: Called with the entries; yields them when it is time to go on.
+    """
     head = {
         "format": FORMAT,
         "version": VERSION if any(map(_PARTS_OF, manifest.entries.values())) else WHOLE_VERSION,
@@ -284,7 +294,8 @@ def dump_manifest(manifest: Manifest) -> bytes:
         "next_steps": manifest.next_steps,
         "files": [asdict(file) for file in manifest.files],
     }
-    entries = [f"{_JSON.encode(key)}:{_dumped(entry)}" for key, entry in manifest.entries.items()]
+    own = paced(manifest.entries.items())
+    entries = [f"{_JSON.encode(key)}:{_dumped(entry)}" for key, entry in own]
     body = f'{_JSON.encode(head)[:-1]},"entries":{{{",".join(entries)}}}}}'.encode()
     return _PREFIX + b"%08x" % zlib.crc32(body) + _MIDDLE + body + _SUFFIX
 

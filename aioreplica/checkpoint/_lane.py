@@ -50,31 +50,40 @@ class Pace:
     """Bounds the processor time that the threads of one save take, until somebody waits for it.
 
     Niceness does not do it: a nicer thread that has a core to itself keeps it, and the threads of
-    devices share the others. The save begins with a pause, so steps that its cut has held go first.
-    Time in which a thread waits, for the disk for one, is a pause as well.
+    devices share the others. Python counts as all else: it holds up every other thread. The save
+    begins with a pause, so steps that its cut has held go first. Time in which a thread waits, for
+    the disk for one, is a pause as well.
     """
 
     def __init__(self) -> None:
         self._is_hurried = threading.Event()
         self._lock = threading.Lock()
         self._paid_s = monotonic() + 2 * PAUSE_S  # when nothing is owed to the others
+        self._counted = threading.local()  # the two clocks when the thread last went on
 
     def hurry(self) -> None:
         """End all pauses, at once; from any thread."""
         self._is_hurried.set()
 
-    def paced(self, items: Iterable[T]) -> Iterator[T]:
-        """Yield items, with pauses for the processor time that goes into them; blocks."""
-        cores = num_cores() * SHARE
-        for item in items:
+    def pause(self) -> None:
+        """Wait for as long as is owed for what all threads have done since it began; blocks."""
+        if self._is_hurried.is_set():
+            return
+        began_s, used_s = getattr(self._counted, "clocks", None) or (0.0, thread_time())
+        with self._lock:
+            owed_s = (thread_time() - used_s) / (num_cores() * SHARE)
+            self._paid_s = max(self._paid_s, began_s) + owed_s
             pause_s = self._paid_s - monotonic()
-            if pause_s >= PAUSE_S:
-                self._is_hurried.wait(pause_s)
-            began_s, used_s = monotonic(), thread_time()
+        if pause_s >= PAUSE_S:
+            self._is_hurried.wait(pause_s)
+        self._counted.clocks = monotonic(), thread_time()
+
+    def paced(self, items: Iterable[T], each: int = 1) -> Iterator[T]:
+        """Yield items, with a pause before every `each` of them if one is owed; blocks."""
+        for number, item in enumerate(items):
+            if number % each == 0:
+                self.pause()
             yield item
-            with self._lock:
-                owed_s = (thread_time() - used_s) / cores
-                self._paid_s = max(self._paid_s, began_s) + owed_s
 
 
 async def run_all(

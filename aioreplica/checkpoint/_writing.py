@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import starmap
 from operator import attrgetter, itemgetter
 from typing import Any, TypeVar, final
 
@@ -43,7 +42,7 @@ from ._format import (
     tensors_header,
 )
 from ._lane import BEHIND, LANE, NUM_THREADS, Pace, Stop, run_all
-from ._retry import RetriedStorage
+from ._retry import RetriedStorage, new_stop
 from ._state import Cut, StoredTensor, dtype_name
 from ._storage import BLOCK_BYTES, Sink, Storage, read_all
 
@@ -58,6 +57,10 @@ FILE_TENSORS = 100_000
 """A file for each so many tensors: the header of each fits the safetensors package."""
 NAME_BYTES = 128
 """About so many bytes of a header are those of one tensor."""
+JOINED_BYTES = 4 * 1024
+"""Tensors of so many bytes at most are copied into a block, which is written in one go."""
+PIECE_TENSORS = 128
+"""Python that does something with so many tensors takes less than a millisecond."""
 
 
 def folder_of(step: int) -> str:
@@ -99,14 +102,14 @@ async def write_cut(
     Cancellation:
         Before the manifest takes its name nothing is saved, and files are removed again.
     """
-    stop = Stop()
-    if isinstance(storage, RetriedStorage):
-        storage.stop = stop
+    stop = new_stop(storage)
     lane = LANE if pace is None else BEHIND
     write = StepWriter(storage, step, cut, stop, pace)
     results: list[T] = []
 
     def start() -> list[Callable[[], FileRecord]]:
+        if pace is not None:
+            pace.pause()
         write.begin(begin())
         files = write.files()
         if len(files) > 1:
@@ -155,9 +158,7 @@ class StepWriter:
         self._sequence = -1  # until it has begun: before, nothing in the folder is its own
         self._cut = cut
         self._stop = stop
-        self._paced: Callable[[Iterable[memoryview]], Iterator[memoryview]] = (
-            iter if pace is None else pace.paced
-        )
+        self._paced = _at_once if pace is None else pace.paced
         self._folder = folder_of(step)
         self._groups: list[list[Tensor]] = []
         self._stored: dict[str, dict[int, StoredTensor]] = {key: {} for key in cut.arrays}
@@ -184,10 +185,19 @@ class StepWriter:
         write = self._write_file if self._retried is None else self._retry_file
         return [partial(write, *each) for each in enumerate(names)]
 
-    def _number_of(self, key: str, index: int) -> int:
-        """Return the number that one of the arrays of an entry has among its stored tensors."""
-        division = self._cut.divisions.get(key)
-        return index if division is None else division.held.index(division.ranges[division.rank])
+    def _describe(
+        self, key: str, index: int
+    ) -> tuple[tuple[int, tuple[tuple[int, ...], str]], tuple[str, tuple[int, ...], str, int]]:
+        """Return number and form of one of the arrays of an entry, and what its file says of it.
+
+        The number is the one that it has among the stored tensors of the entry.
+        """
+        array, division = self._cut.arrays[key][index], self._cut.divisions.get(key)
+        if division is not None:
+            index = division.held.index(division.ranges[division.rank])
+        shape, dtype = form = array.shape, dtype_name(array.dtype, key)
+        shown = (*shape, 2) if dtype.startswith("complex") else shape
+        return (index, form), (label_of(key, index), shown, STORED_AS[dtype], array.nbytes)
 
     def share(self, files: Sequence[FileRecord]) -> bytes:
         """Return what was written, for the worker that writes the manifest.
@@ -238,24 +248,12 @@ class StepWriter:
     def _write_file(self, number: int, name: str) -> FileRecord:
         """Write one file of tensors and make it durable."""
         arrays, tensors = self._cut.arrays, self._groups[number]
-        forms = [
-            (arrays[key][index].shape, dtype_name(arrays[key][index].dtype, key))
-            for key, index in tensors
-        ]
-        is_divided = bool(self._cut.divisions)
-        number_of = starmap(self._number_of, tensors) if is_divided else map(itemgetter(1), tensors)
-        numbers = [*number_of]
-        stored = [
-            (
-                label_of(key, number),
-                (*shape, 2) if dtype.startswith("complex") else shape,
-                STORED_AS[dtype],
-                arrays[key][index].nbytes,
-            )
-            for (key, index), number, (shape, dtype) in zip(tensors, numbers, forms, strict=True)
-        ]
-        version = VERSION if is_divided else WHOLE_VERSION
-        header = tensors_header(stored, {"format": FORMAT, "version": str(version)})
+        described = [self._describe(*tensor) for tensor in self._paced(tensors, PIECE_TENSORS)]
+        version = VERSION if self._cut.divisions else WHOLE_VERSION
+        header = tensors_header(
+            map(itemgetter(1), self._paced(described, PIECE_TENSORS)),
+            {"format": FORMAT, "version": str(version)},
+        )
         header_crc = crc = zlib.crc32(header)
         size = len(header)
         path = f"{self._folder}/{name}"
@@ -265,22 +263,17 @@ class StepWriter:
         self._made.append(name)
         try:
             sink.write(memoryview(header))
-            for (key, index), place, form in zip(tensors, numbers, forms, strict=True):
-                array = arrays[key][index]
-                if array.nbytes > CHUNK_BYTES:
-                    tensor_crc, marks = self._write_large(sink, array)
-                else:
-                    tensor_crc, marks = 0, ()
-                    for block in self._paced(blocks(array)):
-                        self._stop.check()
-                        tensor_crc = zlib.crc32(block, tensor_crc)
-                        sink.write(block)
-                record = TensorRecord(number, size, array.nbytes, tensor_crc, marks)
-                self._stored[key][place] = StoredTensor(record, form)
-                crc = combine_crc32(crc, tensor_crc, array.nbytes)
-                size += array.nbytes
-                arrays[key][index] = _NOTHING  # its memory is free, if training let go of it
-                del array
+            for run in self._paced(_runs([nbytes for _, (*_, nbytes) in described])):
+                self._stop.check()
+                written = [arrays[key][index] for key, index in tensors[run]]
+                crc, sums = self._write_run(sink, written, crc)
+                del written
+                own = zip(tensors[run], described[run], sums, strict=True)
+                for (key, index), ((place, form), (*_, nbytes)), (tensor_crc, marks) in own:
+                    record = TensorRecord(number, size, nbytes, tensor_crc, marks)
+                    self._stored[key][place] = StoredTensor(record, form)
+                    size += nbytes
+                    arrays[key][index] = _NOTHING  # its memory is free, if training let go of it
             sink.finish()
         finally:
             sink.discard()
@@ -294,8 +287,19 @@ class StepWriter:
             raise OSError(errno.EIO, f"{found} bytes instead of {size}", path)
         return FileRecord(name, size, crc, len(header), header_crc)
 
-    def _write_large(self, sink: Sink, array: Array) -> tuple[int, tuple[int, ...]]:
-        """Write a tensor; return its checksum, and those of its beginnings."""
+    def _write_run(
+        self, sink: Sink, arrays: Sequence[Array], crc: int
+    ) -> tuple[int, list[tuple[int, tuple[int, ...]]]]:
+        """Write tensors; return the checksum of the file, and those of each and its beginnings."""
+        if len(arrays) == 1:
+            sums = self._write_tensor(sink, arrays[0])
+            return combine_crc32(crc, sums[0], arrays[0].nbytes), [sums]
+        data = [b"".join(blocks(array)) for array in arrays]
+        joined = b"".join(data)
+        sink.write(memoryview(joined))
+        return zlib.crc32(joined, crc), [(zlib.crc32(each), ()) for each in data]
+
+    def _write_tensor(self, sink: Sink, array: Array) -> tuple[int, tuple[int, ...]]:
         crc, room, marks = 0, CHUNK_BYTES, []
         for block in self._paced(blocks(array)):
             self._stop.check()
@@ -307,7 +311,7 @@ class StepWriter:
             crc = zlib.crc32(rest, crc)
             room -= len(rest)
             sink.write(block)
-        return crc, tuple(marks[: (array.nbytes - 1) // CHUNK_BYTES])
+        return crc, tuple(marks[: max(0, array.nbytes - 1) // CHUNK_BYTES])
 
     def commit(self, files: Sequence[FileRecord]) -> None:
         """Give the manifest its name, then make that durable, then remove what it replaced.
@@ -323,9 +327,12 @@ class StepWriter:
             self._sequence,
             self._cut.next_steps,
             tuple(files),
-            {key: self._cut.record_of(key, stored) for key, stored in self._stored.items()},
+            {
+                key: self._cut.record_of(key, stored)
+                for key, stored in self._paced(self._stored.items(), PIECE_TENSORS)
+            },
         )
-        data = dump_manifest(manifest)
+        data = dump_manifest(manifest, partial(self._paced, each=PIECE_TENSORS))
         path = f"{self._folder}/{MANIFEST}"
         if len(data) > MAX_MANIFEST_BYTES:
             raise OSError(errno.EFBIG, _TOO_LONG.format(len(data), MAX_MANIFEST_BYTES), path)
@@ -443,6 +450,23 @@ def _in_files(cut: Cut) -> list[list[Tensor]]:
         groups[smallest].append(tensor)
         filled[smallest] += size + NAME_BYTES
     return groups
+
+
+def _at_once(items: Iterable[T], each: int = 1) -> Iterator[T]:
+    return iter(items)
+
+
+def _runs(sizes: Sequence[int]) -> Iterator[slice]:
+    """Divide tensors into runs of one, or of several small ones that are written in one go."""
+    start = filled = 0
+    for number, size in enumerate(sizes):
+        is_full = filled + size > BLOCK_BYTES or number - start == PIECE_TENSORS
+        if number > start and (is_full or max(size, sizes[start]) > JOINED_BYTES):
+            yield slice(start, number)
+            start, filled = number, 0
+        filled += size
+    if sizes:
+        yield slice(start, len(sizes))
 
 
 def blocks(array: Array) -> Iterable[memoryview]:

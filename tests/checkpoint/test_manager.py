@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
-from aioreplica.checkpoint import FsspecStorage
+from aioreplica.checkpoint import FsspecStorage, LocalStorage
 from aioreplica.errors import CheckpointError, CheckpointNotCommittedError, ContextError
 from tests.conftest import mirrored
 
@@ -114,6 +114,50 @@ async def test_the_files_are_safetensors(tmp_path: Path) -> None:
 
     assert found["w"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
     assert found["n"].tolist() == [1, 2]
+
+
+async def test_small_tensors_are_written_together(tmp_path: Path) -> None:
+    """Large, small, empty, strided and swapped ones, in any order: all come back, in any file."""
+    numpy = pytest.importorskip("safetensors.numpy")
+    rng = np.random.default_rng(0)
+    kinds = [
+        np.float32(rng.random(())), rng.random(0), rng.random((8, 6))[::2, ::3],
+        rng.random(7).astype(">f8"), rng.random(511), rng.random(513), rng.random(40_000),
+        rng.random(3) + 1j, np.array(True),
+    ]  # fmt: skip
+    chosen = rng.integers(len(kinds), size=2000)
+    state = {"arrays": [np.array(kinds[each], order="K") for each in chosen]}
+    writes: list[int] = []
+    create = LocalStorage.create
+
+    def watched(storage: LocalStorage, path: str) -> Any:
+        sink = create(storage, path)
+        write = sink.write
+
+        def count(data: memoryview) -> None:
+            writes.append(len(data))
+            write(data)
+
+        sink.write = count
+        return sink
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalStorage, "create", watched)
+        async with ar.CheckpointManager(tmp_path) as manager:
+            await manager.save(1, state)
+            found = {"arrays": [np.zeros(each.shape, each.dtype) for each in state["arrays"]]}
+            await manager.restore(found)
+            await manager.verify(1)
+            parts = [await manager.read(1, f"arrays/{number}") for number in range(100)]
+    for read, back, saved in zip(found["arrays"], parts, state["arrays"], strict=False):
+        assert np.array_equal(read, saved)
+        assert np.array_equal(back, saved)
+    assert all(map(np.array_equal, found["arrays"], state["arrays"]))
+    files = [*map(numpy.load_file, tmp_path.glob("step-*/*.safetensors"))]
+    assert sum(map(len, files)) == len(chosen)
+    num_small = int(sum(kinds[each].nbytes <= 4096 for each in chosen))
+    assert num_small > 1000
+    assert len(writes) < len(chosen) - num_small / 2
 
 
 async def test_any_key_gives_a_file_that_safetensors_opens(tmp_path: Path) -> None:

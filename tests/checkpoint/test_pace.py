@@ -2,15 +2,18 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import aioreplica as ar
-from aioreplica.checkpoint import FsspecStorage, _lane
-from aioreplica.checkpoint._lane import PAUSE_S, SHARE, Pace
+from aioreplica.checkpoint import FsspecStorage, LocalStorage, _lane, _writing
+from aioreplica.checkpoint._format import EntryRecord
+from aioreplica.checkpoint._lane import PAUSE_S, SHARE, Pace, Stop
+from aioreplica.checkpoint._state import Cut
+from aioreplica.checkpoint._writing import StepWriter
 
 STATE = {"model": [np.arange(4.0)]}
 FOR_EVER_S = 1e6
@@ -97,6 +100,41 @@ def test_all_tensors_of_a_save_have_one_share(clock: Clock) -> None:
     assert share == pytest.approx(2 * SHARE, rel=0.05)
 
 
+def test_python_that_makes_the_items_counts(clock: Clock) -> None:
+    pace, begin_s, used_s = pace_on(clock), clock.now_s, clock.used_s
+
+    def made() -> Iterator[int]:
+        for number in range(1000):
+            clock.work(1e-3)
+            yield number
+
+    for _ in pace.paced(made(), each=10):
+        pass
+
+    share = (clock.used_s - used_s) / (clock.now_s - begin_s)
+    assert share == pytest.approx(2 * SHARE, rel=0.05)
+
+
+def test_all_pieces_of_a_state_of_small_tensors_are_paced(clock: Clock, tmp_path: Path) -> None:
+    """Each name of a tensor takes a millisecond here, and each entry of the manifest."""
+    cut = Cut((), {}, {f"{number}": [np.zeros(())] for number in range(1000)}, {})
+    pace = pace_on(clock)
+    writer = StepWriter(LocalStorage(tmp_path), 1, cut, Stop.__new__(Stop), pace)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("label_of", "dtype_name"):
+            patch.setattr(_writing, name, lambda *_, name=name: clock.work(1e-3) or "float64")
+        patch.setattr(Stop, "check", lambda _: None)
+        patch.setattr(Cut, "record_of", lambda *_: clock.work(1e-3) or EntryRecord("array"))
+        writer.begin(0)
+        begin_s, used_s = clock.now_s, clock.used_s
+        writer.commit([file() for file in writer.files()])
+
+    share = (clock.used_s - used_s) / (clock.now_s - begin_s)
+    assert clock.used_s - used_s == pytest.approx(3.0)
+    assert share == pytest.approx(2 * SHARE, rel=0.1)
+
+
 # --- whoever waits ----------------------------------------------------------------------------
 
 
@@ -138,6 +176,28 @@ async def close(manager: ar.CheckpointManager) -> None:
 
 
 WAYS = [wait, save_again, save_again_behind, restore, pin, save_on_cancel, close]
+
+
+@pytest.mark.usefixtures("_pauses_for_ever")
+@pytest.mark.asyncio
+async def test_nothing_is_done_before_the_first_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[list[Path]] = []
+    pause = threading.Event.wait
+
+    def look_and_wait(event: threading.Event, timeout: float | None = None) -> bool:
+        if timeout is not None and timeout > FOR_EVER_S / 2:
+            found.append([*tmp_path.iterdir()])
+        return pause(event, timeout)
+
+    monkeypatch.setattr(threading.Event, "wait", look_and_wait)
+    async with ar.CheckpointManager(tmp_path) as manager:
+        await manager.save(1, STATE, wait=False)
+        while not found:
+            await asyncio.sleep(0)
+
+    assert found == [[]]
 
 
 @pytest.mark.usefixtures("_pauses_for_ever")
