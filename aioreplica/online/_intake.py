@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from time import perf_counter
 from typing import NamedTuple, final
 from weakref import ref
@@ -271,13 +272,15 @@ class Intake:
             if not self._pending and not self._has_waiting:
                 await self._has_pending.wait()
                 continue
-            group = [self._pending.popleft() for _ in range(min(len(self._pending), MAX_COMMIT))]
+            group = [*islice(self._pending, MAX_COMMIT)]
             try:
                 await self._commit(group)
             except BaseException:
                 for submission in group:  # some may be told already
                     submission.refuse(_interrupted_error())
                 raise
+            for _ in group:
+                self._pending.popleft()
 
     async def _commit(self, group: list[ExampleGroup]) -> None:
         journal = self._journal
@@ -432,9 +435,8 @@ class Intake:
 
     def abandon(self, because: str) -> None:
         """Tell all tickets that are left that this learner will not learn their examples."""
-        for submission in self._pending:
-            submission.refuse(ContextError(because))
-        self._pending.clear()
+        for submission in self._pending:  # the disk may take them still
+            submission.refuse(_interrupted_error())
         for taken in self.queue:
             self.settle(taken, ContextError(because))
         self.queue.clear()

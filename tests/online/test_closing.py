@@ -10,8 +10,10 @@ import pytest
 import aioreplica as ar
 from aioreplica import testing as art
 from aioreplica.errors import CheckpointError, ContextError, StallError
+from aioreplica.online import Journal
 
 from .program import Counting, example
+from .test_journal import Failing
 from .test_models import models, rival, take, until, until_caught_up
 
 
@@ -214,6 +216,37 @@ async def test_who_waits_for_a_learner_that_hangs_is_told_when_it_is_closed(
     async with Counting(folder, max_batch=1) as again:
         await until(lambda: not again.learner.statistics().backlog)
         assert again.learned() == [1] * 5
+
+
+@pytest.mark.asyncio
+async def test_who_waits_for_a_disk_that_hangs_is_told_when_the_learner_is_closed(
+    folder: Path,
+) -> None:
+    disk, begun, go = Failing(), threading.Event(), threading.Event()
+
+    def hangs(statement: str) -> bool:
+        begun.set()
+        return not go.wait(60)
+
+    journal = Journal(folder / "journal.db", connect=disk.connect)
+    program = Counting(folder, journal=journal, grace_s=0.1)
+    async with asyncio.timeout(60), program.strategy:
+        learner = await program.learner.__aenter__()
+        await (await learner.submit(example(0)))
+        disk.fails_at = lambda statement: statement == "COMMIT" and hangs(statement)
+        first = asyncio.ensure_future(learner.submit(example(1)))
+        await until(begun.is_set)
+        second = asyncio.ensure_future(learner.submit(example(2)))
+        await asyncio.sleep(0)  # behind the commit under way
+        try:
+            with pytest.raises(StallError, match="the disk does not take what it has to write"):
+                await learner.aclose()
+            async with asyncio.timeout(10):
+                told = await asyncio.gather(first, second, return_exceptions=True)
+        finally:
+            go.set()
+        assert ["so it may be in the journal or not" in str(each) for each in told] == [True] * 2
+        await until(lambda: learner.state == "closed")
 
 
 @pytest.mark.asyncio
