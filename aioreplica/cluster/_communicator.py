@@ -19,7 +19,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from types import TracebackType
 from typing import Any, Self, final
 
 import numpy as np
@@ -49,7 +48,10 @@ class Call:
         root: Whose array is sent, in a broadcast.
         sizes: How many rows of the array each worker gets or has, where it is cut.
         agrees: For AGREE: whether `summands` are reduced, seeing the arrays of all.
-        summands: For AGREE: arrays as `array`, each combined by `op`.
+        summands: For AGREE: arrays as `array`, each combined by `op`; `agrees` may fill them in.
+        brings: For AGREE: makes the array when the engine is about to send it; None if it is there.
+        then: Called with the future when it is done: by the engine's message to the event loop, not
+            a cycle later; a failure is told soon. None where only the future tells.
         what: Names it in errors, where the user has called something else.
         number: Of the call in its communicator, from 0; the same on every worker.
     """
@@ -63,6 +65,14 @@ class Call:
     summands: Sequence[Array] = ()
     what: str = ""
     number: int = -1
+    brings: Callable[[], Array] | None = None
+    then: Callable[[asyncio.Future[Any]], None] | None = None
+
+    def bring(self) -> Array:
+        """Return the array; called when it is sent, maybe on another thread."""
+        if self.brings is not None:
+            self.array, self.brings = self.brings(), None
+        return self.array
 
     def parts_of(self, array: Array) -> list[Array]:
         """Cut what all workers have together into the part of each, in the order of ranks."""
@@ -397,12 +407,7 @@ class Communicator(ABC):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, _: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, Exception):  # not a cancellation: nothing is wrong here then
             self.abort(f"{type(error).__name__}: {error}")
         await self.aclose()
@@ -456,16 +461,21 @@ class Communicator(ABC):
         future = self._pending.pop(call, None)
         if future is not None and not future.done():
             future.set_result(result)
+            if call.then is not None:
+                call.then(future)
 
     def _end(self, failure: Failure) -> None:
         """Let all pending and later calls fail; on the event loop. The first failure stays."""
         if self._failure is None:
             self._failure = failure
         pending, self._pending = self._pending, {}
-        for future in pending.values():
-            if not future.done() and not future.get_loop().is_closed():
+        for call, future in pending.items():
+            loop = future.get_loop()
+            if not future.done() and not loop.is_closed():
                 future.set_exception(self._failure.error())
                 future.exception()  # already known: every later call raises it
+                if call.then is not None:
+                    loop.call_soon(call.then, future)
 
 
 def require_timeout(timeout: object) -> float | None:

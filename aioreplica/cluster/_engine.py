@@ -208,7 +208,7 @@ class Visit:
 
     def _result_of(self, call: Call) -> object:
         array = call.array
-        if call.kind == BARRIER or not array.nbytes:
+        if call.kind == BARRIER or not (array.nbytes or call.brings):
             self._finish(self._transport.barrier(self.group), 0)
         if call.kind == BARRIER:
             return None
@@ -221,7 +221,7 @@ class Visit:
         assert call.op is not None  # those that are left reduce
         if call.kind == AGREE:
             assert call.agrees is not None
-            rows = self._all_gather(array)
+            rows = self._all_gather(call.bring())
             if not call.agrees(rows):
                 return rows, None
             return rows, [self._all_reduce(each, call.op) for each in call.summands]

@@ -31,8 +31,9 @@ from ..collectives import (
 from ..devices import OwnedTask, is_interrupted, wait_shielded
 from ..devices.backends import reduce_arrays
 from ..errors import WorkerLostError
+from ..tree import Array
 from ..typing import ReduceOp
-from ._communicator import Communicator
+from ._communicator import AGREE, NOTHING, Call, Communicator
 from ._frame import (
     MAX_FOLLOWERS,
     Agreed,
@@ -66,8 +67,7 @@ class Exchange(asyncio.Future[T]):
     Args:
         run: Of which it is a part.
         frame: What this worker says; without the number of the run.
-        what: Names it in errors.
-        where: Describes where this worker is, for errors.
+        told: Gives its name, and what has to be equal on all workers, in words; for errors.
         carry: Called if all agree.
         ahead: What is reduced before that.
         can_fuse: Whether it is a reduction that may go with others.
@@ -82,35 +82,37 @@ class Exchange(asyncio.Future[T]):
     """
 
     __slots__ = (
-        "_ahead", "_can_fuse", "_carry", "_is_cancelled", "_led", "_queue", "_run", "_slots",
-        "_then", "_what", "_where", "frame", "is_over",
+        "_ahead", "_can_fuse", "_carry", "_queue", "_run", "_slots", "_tell", "_told", "frame",
+        "is_over",
     )  # fmt: skip
+
+    # Set for few of those that go together, so these are not slots.
+    _is_cancelled = False  # and ends when it is over
+    _led: Sequence[Exchange[Any]] = ()  # of those queued behind it
+    _after: list[Any] = []  # noqa: RUF012 - arrays that follow the frames; replaced, not changed
+    _then: Sequence[Callable[[], object]] = ()
 
     def __init__(
         self,
         run: WorkersRun,
         frame: Frame,
-        what: str,
-        where: Callable[[Frame], WorkerRows],
+        told: Callable[[], tuple[str, str]],
         carry: Carry[T],
         ahead: Summands = NOTHING_AHEAD,
         *,
         can_fuse: bool = False,
     ) -> None:
-        super().__init__(loop=asyncio.get_running_loop())
+        super().__init__()
         self.frame = frame
         self.is_over = False
         self._run = run
-        self._what = what
-        self._where = where
+        self._told = told
         self._carry: Carry[Any] = carry
         self._ahead = ahead
         self._can_fuse = can_fuse
         self._queue = run.workers.queue
-        self._led: Sequence[Exchange[Any]] = ()  # of those queued behind it
         self._slots: list[bytes] | None = None
-        self._is_cancelled = False  # and ends when it is over
-        self._then: list[Callable[[], object]] = []
+        self._tell: Callable[[], object] | None = None
 
     # ---- waiting -------------------------------------------------------------------------
 
@@ -121,7 +123,20 @@ class Exchange(asyncio.Future[T]):
         if not self.give_back() and not is_interrupted():
             self._is_cancelled = True  # all workers are here: it is a matter of sending
             return True
+        tell, self._tell = self._tell, None
+        if tell is not None:
+            self.get_loop().call_soon(tell)
         return super().cancel(msg)
+
+    def tell(self, fn: Callable[[], object]) -> None:
+        """Call something once it is done: in the same cycle of the event loop, unlike a callback.
+
+        There is one such function. It is called soon if the exchange is done, or was cancelled.
+        """
+        if self.done():
+            self.get_loop().call_soon(fn)
+        else:
+            self._tell = fn
 
     def give_back(self) -> bool:
         """Go on without the caller's own arrays, by copies; false if they are being read."""
@@ -132,7 +147,7 @@ class Exchange(asyncio.Future[T]):
         if self.is_over:
             self.get_loop().call_soon(fn)
         else:
-            self._then.append(fn)
+            self._then = [*self._then, fn]
 
     async def over(self) -> bool:
         """Wait until it is over; what it has raised is not raised here.
@@ -199,29 +214,36 @@ class Exchange(asyncio.Future[T]):
         self._send(communicator)
 
     def _send(self, communicator: Communicator) -> None:
-        """Send the frame, with what is ahead behind it if there is room, else after it."""
-        run, room = self._run, self._run.workers.room
+        """Have the engine send the frame, with what is queued by then."""
+        run = self._run
         try:
             frame = self.frame = run.numbered(self.frame)
-            communicator._what = f"{self._what} of run {frame.run} ({run.function})"
-            followers, all_ahead = self._followers(), [self._ahead]
-            if followers:
-                all_ahead += [each._ahead for each in followers]
-            behind: list[Any] = []
-            after: list[Any] = []  # checked now; `_look` says what goes
-            num_bytes = 0
-            for each in all_ahead:
-                num_bytes += each.num_bytes
-                (behind if num_bytes <= room else after).extend(each.arrays)
-            came = communicator.all_gather_then_reduce(
-                frame.encode(room, behind, [each.frame for each in followers]),
-                partial(self._look, followers, all_ahead, room, after), after, self._ahead.op,
+            communicator._what = f"{self._told()[0]} of run {frame.run} ({run.function})"
+            self._after = []
+            communicator._launch(
+                Call(
+                    AGREE, NOTHING, self._ahead.op, agrees=self._look, summands=self._after,
+                    brings=self._bring, then=partial(self._came, communicator),
+                )
             )  # fmt: skip
-            came.add_done_callback(partial(self._came, communicator))
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - `_break` raises what has to be
             self._break(error)
-            if not isinstance(error, Exception):
-                raise
+
+    def _bring(self) -> Array:
+        """Return the frame, and behind it what is ahead if there is room; on the engine's thread.
+
+        What is started until then goes with it: the event loop may be busy for as long as a step
+        starts reductions, and the engine's thread gets to run when it waits.
+        """
+        room = self._run.workers.room
+        followers = self._led = self._followers()
+        behind, num_bytes = [], 0
+        for each in (self, *followers):
+            num_bytes += each._ahead.num_bytes
+            if num_bytes > room:
+                break
+            behind.append(each._ahead)
+        return self.frame.encode(room, behind, [each.frame for each in followers])
 
     def _followers(self) -> Sequence[Exchange[Any]]:
         """Return the exchanges queued behind this one that could go with it."""
@@ -229,7 +251,7 @@ class Exchange(asyncio.Future[T]):
             return ()
         followers: list[Exchange[Any]] = []
         ahead, num_bytes, num_in_slot = self._ahead, 0, 0
-        for each in islice(self._queue, MAX_FOLLOWERS + 1):
+        for each in islice(self._queue.copy(), MAX_FOLLOWERS + 1):
             num_bytes += each._ahead.num_bytes
             num_in_slot += len(each.frame.slot)
             is_full = num_bytes > FUSED_BYTES or num_in_slot > SLOT_BYTES
@@ -240,15 +262,9 @@ class Exchange(asyncio.Future[T]):
                 followers.append(each)
         return followers
 
-    def _look(
-        self,
-        followers: Sequence[Exchange[Any]],
-        all_ahead: list[Summands],
-        room: int,
-        after: list[Any],
-        rows: Any,
-    ) -> bool:
+    def _look(self, rows: Any) -> bool:
         """Tell whether to reduce what follows; on the engine's thread, which then does it."""
+        followers, self._led = self._led, ()
         slots = self._slots = slots_if_one_collective(rows)
         if slots is None:
             return False
@@ -257,25 +273,25 @@ class Exchange(asyncio.Future[T]):
             self._led = followers[: len(common)]
             for each, its_slots in zip(self._led, common, strict=True):
                 each._slots = its_slots
-            del all_ahead[1 + len(common) :]
-        if sum([each.num_bytes for each in all_ahead]) <= room:
+        all_ahead = self._all_ahead()
+        if sum([each.num_bytes for each in all_ahead]) <= self._run.workers.room:
             runs, op = runs_of(all_ahead), all_ahead[0].op
             columns = zip(*[arrays_behind(row, runs) for row in rows], strict=True)
             share_totals(all_ahead, [reduce_arrays(op, column) for column in columns])
             return False
         for summands in all_ahead:
             summands.begin()
-        after[:] = map(join_run, runs_of(all_ahead))
+        self._after[:] = map(join_run, runs_of(all_ahead))
         return True
+
+    def _all_ahead(self) -> list[Summands]:
+        return [self._ahead, *[each._ahead for each in self._led]]
 
     def _came(self, communicator: Communicator, came: asyncio.Future[Any]) -> None:
         """Do what follows from the frames of all workers."""
         try:
             rows, totals = came.result()
-            led = self._led
-            all_ahead = [self._ahead]
-            if led:
-                all_ahead += [each._ahead for each in led]
+            led, all_ahead = self._led, self._all_ahead()
             if totals is not None:
                 share_totals(all_ahead, totals)
             slots = self._slots
@@ -286,29 +302,27 @@ class Exchange(asyncio.Future[T]):
                     self._spawn(self._disagree(communicator, frames, decision))
                     return
                 slots = decision.slots
+            self._slots = slots
             self._run.workers.agreed(sum([each.num_bytes for each in all_ahead]))
-            found = self._carry(communicator, slots)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - `_break` raises what has to be
             self._break(error)
-            if not isinstance(error, Exception):
-                raise
             return
-        if isinstance(found, Coroutine):
-            self._spawn(self._go_on(found))
-        else:
-            self._succeed(found)
-            for each in led:
-                each._follow(communicator)
+        queue = self._queue
+        for _ in led:  # they are all over in this cycle: the one behind them begins
+            del queue[1]
+        for each in (self, *led):
+            each._follow(communicator)
 
     def _follow(self, communicator: Communicator) -> None:
-        """Do the same for an exchange that another one has led."""
+        """Do what follows from the slots of all workers."""
         try:
-            assert self._slots is not None  # since it was led
-            found: Any = self._carry(communicator, self._slots)  # it needs no wire: not awaited
-        except BaseException as error:
+            assert self._slots is not None  # since they have agreed
+            found = self._carry(communicator, self._slots)
+        except BaseException as error:  # noqa: BLE001 - `_break` raises what has to be
             self._break(error)
-            if not isinstance(error, Exception):
-                raise
+            return
+        if isinstance(found, Coroutine):  # of one that has led none
+            self._spawn(self._go_on(found))
         else:
             self._succeed(found)
 
@@ -331,7 +345,8 @@ class Exchange(asyncio.Future[T]):
         rows: list[WorkerRows] = []
         if isinstance(decision, Differs):
             try:
-                told = await gather_bytes(communicator, self._where(self.frame).encode())
+                here = run.where(self.frame, *self._told())
+                told = await gather_bytes(communicator, here.encode())
                 rows = list(map(WorkerRows.decode, told))
             except BaseException as error:
                 self._break(error)
@@ -361,9 +376,11 @@ class Exchange(asyncio.Future[T]):
         self._end()
 
     def _break(self, error: BaseException) -> None:
-        """Fail in a way after which nothing can be sent any more."""
+        """Fail in a way after which nothing can be sent any more; raise what is no Exception."""
         self._run.workers.break_off(error)
         self._fail(error)
+        if not isinstance(error, Exception):
+            raise error
 
     def _fail(self, error: BaseException) -> None:
         if not self.done():
@@ -376,15 +393,22 @@ class Exchange(asyncio.Future[T]):
 
     def _end(self) -> None:
         self.is_over = True
-        self._ahead, self._carry = NOTHING_AHEAD, no_data  # who holds this holds no arrays
+        self._ahead, self._carry = NOTHING_AHEAD, no_data  # who holds this holds no arrays,
+        self._told = _nothing_told  # nor the turn, which holds this
+        if self._led or self._after:
+            self._led, self._after = (), []
         queue = self._queue
         if queue and queue[0] is self:
             queue.popleft()
             if queue:
                 self.get_loop().call_soon(queue[0]._begin)
-        then, self._then = self._then, []
-        for fn in then:
-            self.get_loop().call_soon(fn)
+        if self._then:
+            then, self._then = self._then, ()
+            for fn in then:
+                self.get_loop().call_soon(fn)
+        tell, self._tell = self._tell, None
+        if tell is not None:
+            tell()
 
 
 @final
@@ -393,22 +417,23 @@ class OpenTurn:
 
     Args:
         run: Of the run.
-        what: Names the collective.
+        what: Names the kind of collective.
         signature: What has to be equal on all workers.
         sequence: Number of the collective.
-        before: Done when the turn before has ended; None for the first.
-        ended: To be done when this one has.
+        before: The turn before; None for the first.
+        describe: Names the collective in errors; None if `what` does.
         outer: The turn of a merge function, in which this is an operation.
 
     Attributes:
         rank: The number of this worker, from 0.
         num_workers: How many workers meet.
         num_local_replicas: How many replicas each of them has.
+        has_ended: Whether the next turn may begin.
     """
 
     __slots__ = (
-        "_before", "_ended", "_lent", "_outer", "_run", "_sequence", "_signature", "_stage",
-        "_what", "num_local_replicas", "num_workers", "rank",
+        "_before", "_describe", "_lent", "_next", "_outer", "_run", "_sequence", "_signature",
+        "_stage", "_what", "has_ended", "num_local_replicas", "num_workers", "rank",
     )  # fmt: skip
 
     def __init__(
@@ -417,8 +442,8 @@ class OpenTurn:
         what: str,
         signature: str,
         sequence: int,
-        before: asyncio.Future[None] | None,
-        ended: asyncio.Future[None],
+        before: OpenTurn | None = None,
+        describe: Callable[[], str] | None = None,
         outer: OpenTurn | None = None,
     ) -> None:
         workers = run.workers
@@ -430,8 +455,10 @@ class OpenTurn:
         self._sequence = sequence
         self._stage = 0
         self._before = before
-        self._ended = ended
+        self._describe = describe
         self._outer = outer
+        self.has_ended = False
+        self._next: Callable[[], object] | None = None
         self._lent: Exchange[Any] | None = None  # what replicas' own arrays were given to
 
     def exchange(
@@ -459,33 +486,36 @@ class OpenTurn:
         frame = Frame(
             FrameKind.COLLECTIVE, run.number or 0, run.function, self._sequence, stage, digest, slot
         )
-
-        def where(sent: Frame) -> WorkerRows:
-            known = layout in signature  # nothing new for an error
-            return run.where(sent, name, signature if known else f"{signature} sent as {layout}")
-
         exchange = Exchange(
-            run, frame, name, where, carry, ahead or NOTHING_AHEAD,
+            run, frame, partial(self._told, what, signature, layout), carry, ahead or NOTHING_AHEAD,
             can_fuse=is_last and ahead is not None and ahead.is_whole,
         )  # fmt: skip
         if ahead is not None:
             self._lent = exchange
         before, self._before = self._before, None
-        if before is None or before.done():
+        if before is None or before.has_ended:
             self._enter(exchange, is_last)
         else:
-            before.add_done_callback(partial(self._enter, exchange, is_last))
+            call_soon = exchange.get_loop().call_soon
+            before._next = partial(call_soon, self._enter, exchange, is_last)
         return exchange
 
-    def _enter(self, exchange: Exchange[Any], is_last: bool, _before: object = None) -> None:
+    def _told(self, what: str, signature: str, layout: str) -> tuple[str, str]:
+        name = self._what if self._describe is None else self._describe()
+        known = layout in signature  # nothing new for an error
+        return (
+            f"{what} in {name}" if what else name,
+            signature if known else f"{signature} sent as {layout}",
+        )
+
+    def _enter(self, exchange: Exchange[Any], is_last: bool) -> None:
         exchange.enter()
         if is_last:
             self.end()
 
     def inner(self, what: str, signature: str) -> OpenTurn:
         """Return an operation in this turn, which is that of a merge function."""
-        outer = self._outer or self
-        return OpenTurn(self._run, what, signature, self._sequence, None, self._ended, outer)
+        return OpenTurn(self._run, what, signature, self._sequence, outer=self._outer or self)
 
     @contextmanager
     def merging(self) -> Iterator[None]:
@@ -504,14 +534,23 @@ class OpenTurn:
 
     def end(self) -> None:
         """Let the next turn begin."""
-        if not self._ended.done():
-            self._ended.set_result(None)
+        if not self.has_ended:
+            self.has_ended = True
+            if self._run.tail is self:
+                self._run.tail = None
+            then, self._next = self._next, None
+            if then is not None:
+                then()
 
     def __enter__(self) -> OpenTurn:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
+
+
+def _nothing_told() -> tuple[str, str]:
+    return "", ""
 
 
 def failed_error(failed: Failed) -> WorkerLostError:

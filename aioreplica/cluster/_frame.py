@@ -22,12 +22,12 @@ from enum import IntEnum, unique
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import takewhile
-from typing import TypeAlias, final
+from typing import NamedTuple, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 
-from ..collectives import SLOT_BYTES
+from ..collectives import SLOT_BYTES, Summands
 from ..tree import Array
 
 MAGIC = b"arF4"
@@ -56,8 +56,7 @@ _COLLECTIVE = MAGIC + bytes([FrameKind.COLLECTIVE])
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """Message of one worker at the beginning of an operation.
 
     Attributes:
@@ -86,14 +85,14 @@ class Frame:
     def encode(
         self,
         room: int = 0,
-        arrays: Sequence[Array] = (),
+        behind: Sequence[Summands] = (),
         followers: Sequence[Frame] = (),
     ) -> npt.NDArray[np.uint8]:
         """Return the bytes that are sent.
 
         Args:
             room: How many bytes there are behind the frame, the same on all workers.
-            arrays: What is put there.
+            behind: Whose arrays are put there.
             followers: Frames of what could go with this one, at most `MAX_FOLLOWERS`.
 
         Raises:
@@ -115,9 +114,8 @@ class Frame:
             chain = np.frombuffer(_chain_of(followers), np.uint8)
             data[_HEADER_AND_SLOT : _HEADER_AND_SLOT + len(chain)] = chain
         start = FRAME_BYTES
-        for array in arrays:
-            data[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-            start += array.nbytes
+        for each in behind:
+            start = each.put(data, start)
         return data
 
     @staticmethod
@@ -287,6 +285,7 @@ def arrays_behind(row: npt.NDArray[np.uint8], runs: Sequence[Sequence[Array]]) -
     return found
 
 
+@lru_cache(maxsize=256)
 def digest_of(*texts: str) -> bytes:
     """Return a hash of texts that differs if one of them does."""
     digest = blake2b(digest_size=DIGEST_BYTES)

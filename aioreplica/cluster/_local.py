@@ -227,18 +227,24 @@ class _Group:
         if meeting.timer is not None:
             meeting.timer.cancel()
         calls = [meeting.calls[each] for each in range(self.size)]
-        difference = _difference(calls)
-        if difference is not None:
-            self.end(Failure(ENDED, difference, tuple(range(self.size))))
-            return
         try:
+            for each in calls:
+                each.bring()
+            difference = _difference(calls)
+            if difference is not None:
+                self.end(Failure(ENDED, difference, tuple(range(self.size))))
+                return
             results = _results(calls)
         except Exception as error:  # noqa: BLE001 - nobody gets a result: it ends the group
             text = f"{calls[0].describe()} failed: {error!r}"
             self.end(Failure(ENDED, text, tuple(range(self.size))))
             return
         for member in self.members:
-            member._settle(calls[member.rank], results[member.rank])
+            call = calls[member.rank]
+            if call.then is None:
+                member._settle(call, results[member.rank])
+            else:  # it may end the group, in which the others are not settled yet
+                asyncio.get_running_loop().call_soon(member._settle, call, results[member.rank])
 
     def left(self, rank: int, num_calls: int) -> None:
         """Take note that a worker has closed its communicator after so many calls."""

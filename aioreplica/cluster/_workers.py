@@ -17,7 +17,6 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from typing import Any, final
 
 from ..collectives import (
@@ -406,19 +405,12 @@ class WorkersRun:
         is_over: Whether it has ended, or was ended by another worker.
         ended_by: What another worker has ended it with, or None.
         local_rows: Describe the replicas of this worker, for errors.
+        tail: The newest turn, if it has not ended.
     """
 
     __slots__ = (
-        "_loop",
-        "_tail",
-        "ended_by",
-        "function",
-        "is_over",
-        "local_rows",
-        "number",
-        "step",
-        "workers",
-    )
+        "ended_by", "function", "is_over", "local_rows", "number", "step", "tail", "workers",
+    )  # fmt: skip
 
     def __init__(self, workers: Workers, function: str, step: int | None) -> None:
         self.workers = workers
@@ -428,8 +420,7 @@ class WorkersRun:
         self.is_over = False
         self.ended_by: Exception | None = None
         self.local_rows: Callable[[], Sequence[ReplicaRow]] | None = None
-        self._tail: asyncio.Future[None] | None = None
-        self._loop = asyncio.get_running_loop()  # device threads take turns too
+        self.tail: OpenTurn | None = None
 
     @property
     def first_replica(self) -> int:
@@ -466,14 +457,18 @@ class WorkersRun:
     def merge(self, generation: Generation) -> Pending:
         """Take a turn for a generation that is complete here; return what to await."""
         call = generation.calls[0]
-        turn = self.turn(call.describe(), call.collective.signature(call), call.sequence)
+        collective = call.collective
+        signature = collective.signature(call)
+        turn = self.turn(collective.name, signature, call.sequence, call.describe)
         try:
-            merging = call.collective.across(generation.group, generation.calls, turn)
+            merging = collective.across(generation.group, generation.calls, turn)
         except BaseException:
             turn.end()
             raise
         pending = merging if type(merging) is Pending else Pending(merging, _as_they_are)
         pending.turn = turn
+        if type(pending.awaitable) is Exchange:
+            pending.tell = pending.awaitable.tell
         return pending
 
     def absent_workers(self) -> tuple[int, ...] | None:
@@ -481,10 +476,17 @@ class WorkersRun:
         communicator = self.workers.connected
         return None if communicator is None else communicator._absent()
 
-    def turn(self, what: str, signature: str, sequence: int) -> OpenTurn:
+    def turn(
+        self,
+        what: str,
+        signature: str,
+        sequence: int,
+        describe: Callable[[], str] | None = None,
+    ) -> OpenTurn:
         """Take the turn after those that were taken before."""
-        before, self._tail = self._tail, asyncio.Future(loop=self._loop)
-        return OpenTurn(self, what, signature, sequence, before, self._tail)
+        turn = OpenTurn(self, what, signature, sequence, self.tail, describe)
+        self.tail = turn
+        return turn
 
     def fail(self, error: BaseException) -> None:
         """Tell the other workers that the run has failed here, unless they know."""
@@ -494,13 +496,13 @@ class WorkersRun:
         cause = cut_text(cause_of(error), SLOT_BYTES)
         frame = Frame(FrameKind.FAILED, 0, self.function, slot=cause)
         if not self.workers.is_broken:
-            Exchange(self, frame, "the failure", self.where, no_data).enter()
+            Exchange(self, frame, _told("the failure"), no_data).enter()
 
     def leave(self, error: BaseException | None) -> Exchange[list[bytes]]:
         """Tell the other workers that this one is closed, and why: the last operation there is."""
         cause = b"" if error is None else cut_text(cause_of(error), SLOT_BYTES)
         frame = Frame(FrameKind.CLOSED, 0, slot=cause)
-        goodbye = Exchange(self, frame, "the end", self.where, no_data)
+        goodbye = Exchange(self, frame, _told("the end"), no_data)
         goodbye.enter()
         return goodbye
 
@@ -508,14 +510,14 @@ class WorkersRun:
         """Return a frame of this run with its number, which the first operation gives it."""
         if self.number is None:
             self.number = self.workers.new_run_number()
-        return frame if frame.run == self.number else replace(frame, run=self.number)
+        return frame if frame.run == self.number else frame._replace(run=self.number)
 
     def end(self, error: Exception) -> None:
         """End the run with what another worker has made of it."""
         self.is_over = True
         self.ended_by = error
 
-    def where(self, frame: Frame, what: str = "-", signature: str = "") -> WorkerRows:
+    def where(self, frame: Frame, what: str, signature: str) -> WorkerRows:
         """Describe where this worker is."""
         first = self.first_replica
         rows: Sequence[ReplicaRow] = () if self.local_rows is None else self.local_rows()
@@ -533,6 +535,10 @@ def cause_of(error: BaseException) -> str:
         return "KeyboardInterrupt"
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _told(what: str) -> Callable[[], tuple[str, str]]:
+    return lambda: (what, "")
 
 
 def _as_they_are(parts: object) -> Any:

@@ -1,7 +1,6 @@
 """Collectives on arrays: reduce and gather over replicas, in replica order."""
 
 from .._export import export_public
-from ._across import SLOT_BYTES as SLOT_BYTES
 from ._across import Carry as Carry
 from ._across import Summands as Summands
 from ._across import Turn as Turn
@@ -16,7 +15,6 @@ from ._across import no_data as no_data
 from ._across import reduce_across as reduce_across
 from ._across import reduces_to_itself as reduces_to_itself
 from ._across import runs_of as runs_of
-from ._across import sent_text as sent_text
 from ._across import share_totals as share_totals
 from ._across import widen_halves as widen_halves
 from ._compression import Compressed as Compressed
@@ -51,6 +49,9 @@ from ._reducer import require_options as require_options
 from ._scattered import Dealt as Dealt
 from ._scattered import gather_parts as gather_parts
 from ._scattered import scatter_across as scatter_across
+from ._sent import SLOT_BYTES as SLOT_BYTES
+from ._sent import form_text as form_text
+from ._sent import sent_text as sent_text
 
 __all__ = [
     "CommunicationOptions",

@@ -10,38 +10,42 @@ from __future__ import annotations
 
 import asyncio
 import math
-import struct
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import lru_cache
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
-from array_api_compat import array_namespace, is_array_api_obj
-from array_api_compat import device as device_of
 
-from ..devices.backends import backend_of, join_arrays
+from ..devices.backends import join_arrays
 from ..typing import ReduceOp
 from ..values import IndexedSlices
 from ._kind import array_like, half_dtype, narrowed, widened
 from ._plan import Layout, Pack, joined, views_into
 from ._reduce import reduce_leaves
+from ._sent import (
+    NUMBERS,
+    SLOT_BYTES,
+    as_before,
+    as_bytes,
+    bytes_of,
+    cell_of,
+    form_text,
+    host_array,
+    indices_in_slot,
+    joined_form,
+    sent_form,
+    sent_text,
+    unpacked,
+)
 
 Array = npt.NDArray[Any]
 T = TypeVar("T")
 
-SLOT_BYTES = 384
-"""What a frame has room for."""
-
 NO_HALVES: Mapping[int, Any] = MappingProxyType({})
-
-_NUMBERS = (bool, int, float, complex)
-_CELL = struct.Struct("<c16s")
-_NUMBER_BYTES = 16
 
 
 class Wire(Protocol):
@@ -215,7 +219,7 @@ def share_totals(batch: Sequence[Summands], totals: Sequence[Array]) -> None:
         batch[0].totals = totals
         return
     parts: list[Array] = []
-    for run, total in zip(runs_of(batch), totals, strict=True):
+    for run, total in zip(runs_of(batch), map(_frozen, totals), strict=True):
         start = 0
         for array in run:
             stop = start + array.size
@@ -250,8 +254,8 @@ class Summands:
     """
 
     __slots__ = (
-        "_are_lent", "_are_read", "_halves", "_in_slot", "_leaves", "_lock", "_packs", "_sent",
-        "_singles", "arrays", "is_whole", "layout", "num_bytes", "op", "totals",
+        "_are_lent", "_are_read", "_halves", "_in_slot", "_is_one", "_leaves", "_lock", "_packs",
+        "_sent", "_singles", "arrays", "is_whole", "layout", "num_bytes", "op", "totals",
     )  # fmt: skip
 
     def __init__(
@@ -266,13 +270,23 @@ class Summands:
         self.totals: Sequence[Array] | None = None
         self._leaves = leaves
         self._halves = halves
-        self._sent = sent = [_sent_form(leaf) for leaf in leaves]
-        self.layout = ", ".join(map(sent_text, sent))
-        self._in_slot = _indices_in_slot(sent)
+        self._are_lent = are_lent
+        self._are_read = False
+        self._lock = threading.Lock()  # the engine's thread reads
         self._packs: Sequence[Pack] = ()
         self._singles: Sequence[int] = ()
-        self.arrays: list[Array] = []
         self.is_whole = True
+        self._is_one = is_one = is_one_array(leaves) and not halves
+        if is_one:
+            [leaf] = self._sent = leaves
+            self._in_slot: Sequence[int] = ()
+            self._singles, self.arrays, self.num_bytes = (0,), [leaf], leaf.nbytes
+            self.layout = form_text(leaf.dtype, leaf.shape)
+            return
+        self._sent = sent = [sent_form(leaf) for leaf in leaves]
+        self.layout = ", ".join(map(sent_text, sent))
+        self._in_slot = indices_in_slot(sent)
+        self.arrays = []
         if len(sent) == 1 and type(sent[0]) is np.ndarray:
             if not self._in_slot:
                 self._singles, self.arrays = (0,), [np.ascontiguousarray(sent[0])]
@@ -284,13 +298,19 @@ class Summands:
             num_packed = sum([len(pack.indices) for pack in self._packs])
             self.is_whole = len(self._in_slot) + num_packed + len(self._singles) == len(sent)
         self.num_bytes = sum([array.nbytes for array in self.arrays])
-        self._are_lent = are_lent
-        self._are_read = False
-        self._lock = threading.Lock()  # the engine's thread begins to read
 
     def slot(self) -> bytes:
         """Return the small leaves."""
-        return b"".join([_as_bytes(self._sent[i]) for i in self._in_slot])
+        return b"".join([as_bytes(self._sent[i]) for i in self._in_slot]) if self._in_slot else b""
+
+    def put(self, data: Array, start: int) -> int:
+        """Copy the arrays into bytes, from there on; return where they end."""
+        with self._lock:
+            for array in self.arrays:
+                stop = start + array.nbytes
+                data[start:stop] = array.reshape(-1).view(np.uint8)
+                start = stop
+        return start
 
     def begin(self) -> None:
         """Say that the arrays are read from now on."""
@@ -307,11 +327,14 @@ class Summands:
 
     def carry(self, wire: Wire, slots: list[bytes]) -> list[Any] | Coroutine[Any, Any, list[Any]]:
         """Combine what has come; carry what has not."""
+        if self._is_one and self.totals is not None:
+            return [_frozen(self.totals[0].reshape(self._sent[0].shape))]
         results: list[Any] = [None] * len(self._sent)
-        small = [self._sent[i] for i in self._in_slot]
-        rows = [_unpacked(slot, small) for slot in slots]
-        for i, column in zip(self._in_slot, zip(*rows, strict=True), strict=True):
-            results[i] = _combine(self.op, column)
+        if self._in_slot:
+            small = [self._sent[i] for i in self._in_slot]
+            rows = [unpacked(slot, small) for slot in slots]
+            for i, column in zip(self._in_slot, zip(*rows, strict=True), strict=True):
+                results[i] = _combine(self.op, column)
         if self.arrays and self.totals is not None:
             self._cut(self.totals, results)
         if any(result is None for result in results):
@@ -334,10 +357,17 @@ class Summands:
             results[i] = _frozen(total.reshape(self._sent[i].shape))
 
     def _as_before(self, results: list[Any]) -> list[Any]:
-        found = [_as_before(new, leaf) for new, leaf in zip(results, self._leaves, strict=True)]
+        found = [as_before(new, leaf) for new, leaf in zip(results, self._leaves, strict=True)]
         for i, dtype in self._halves.items():
             found[i] = narrowed(found[i], dtype)
         return found
+
+
+def is_one_array(leaves: Sequence[Any]) -> bool:
+    """Tell whether there is one array alone, which goes to other workers as it lies."""
+    if len(leaves) != 1 or type(leaf := leaves[0]) is not np.ndarray:
+        return False
+    return bool(leaf.nbytes > SLOT_BYTES and leaf.dtype.isnative and leaf.flags.c_contiguous)
 
 
 def _combine(op: ReduceOp, column: Sequence[Any]) -> Any:
@@ -349,13 +379,11 @@ def _combine(op: ReduceOp, column: Sequence[Any]) -> Any:
 
 async def _reduce_others(wire: Wire, op: ReduceOp, sent: Sequence[Any], results: list[Any]) -> None:
     """Combine IndexedSlices, and numbers if they are more than a slot holds."""
-    numbers = [
-        i for i, leaf in enumerate(sent) if isinstance(leaf, _NUMBERS) and results[i] is None
-    ]
+    numbers = [i for i, leaf in enumerate(sent) if isinstance(leaf, NUMBERS) and results[i] is None]
     if numbers:
         leaves = [sent[i] for i in numbers]
-        cells = np.frombuffer(b"".join(map(_cell, leaves)), np.uint8)
-        rows = [_unpacked(row.tobytes(), leaves) for row in await wire.all_gather(cells)]
+        cells = np.frombuffer(b"".join(map(cell_of, leaves)), np.uint8)
+        rows = [unpacked(row.tobytes(), leaves) for row in await wire.all_gather(cells)]
         for i, column in zip(numbers, zip(*rows, strict=True), strict=True):
             results[i] = _combine(op, column)
     for i, leaf in enumerate(sent):
@@ -402,17 +430,17 @@ async def gather_across(
     Returns:
         One list per leaf, of one array per worker.
     """
-    arrays = [_host_array(leaf) for leaf in leaves]
+    arrays = [host_array(leaf) for leaf in leaves]
 
     async def carry(wire: Wire, _slots: list[bytes]) -> list[list[Any]]:
         return [await _gather_one(wire, array, axis) for array in arrays]
 
-    layout = ", ".join(_joined_form(array, axis) for array in arrays)
+    layout = ", ".join(joined_form(array, axis) for array in arrays)
     found: list[list[Any]] = await turn.exchange(
         b"", carry, what=what, signature=signature, layout=layout
     )
     return [
-        [_as_before(array, leaf) for array in row] for row, leaf in zip(found, leaves, strict=True)
+        [as_before(array, leaf) for array in row] for row, leaf in zip(found, leaves, strict=True)
     ]
 
 
@@ -465,133 +493,10 @@ async def broadcast_arrays(
     async def carry(wire: Wire, _slots: list[bytes]) -> list[Array]:
         found = []
         for array in arrays:
-            data = await wire.broadcast(_bytes_of(array), root)
+            data = await wire.broadcast(bytes_of(array), root)
             whole = np.frombuffer(data.tobytes(), array.dtype).reshape(array.shape)
             found.append(whole)
         return found
 
     layout = ", ".join(map(sent_text, arrays))
     return await turn.exchange(b"", carry, what=what, signature=signature, layout=layout)
-
-
-# ---- what is sent --------------------------------------------------------------------------------
-
-
-def sent_text(leaf: Any) -> str:
-    """Describe a leaf by what decides the bytes that are sent of it: kind, dtype and shape.
-
-    Python numbers, and the scalars of NumPy that are such numbers too (float64, complex128), are
-    all sent with their kind in cells of one size.
-
-    Example:
-        >>> import numpy as np
-        >>> sent_text(2), sent_text(np.float64(2)), sent_text(np.float32(2)), sent_text(np.ones(3))
-        ('number', 'number', 'float32[]', 'float64[3]')
-    """
-    if type(leaf) is np.ndarray:
-        return _form_text(leaf.dtype, leaf.shape)
-    if isinstance(leaf, _NUMBERS):
-        return "number"
-    if isinstance(leaf, IndexedSlices):
-        return f"IndexedSlices of {leaf.dtype}{list(leaf.dense_shape)}"
-    array = np.asarray(leaf)
-    return _form_text(array.dtype, array.shape)
-
-
-@lru_cache(maxsize=1024)
-def _form_text(dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:
-    return f"{dtype}{list(shape)}"
-
-
-def _joined_form(array: Array, axis: int) -> str:
-    shape = list(array.shape)
-    shape[axis] = -1
-    return f"{array.dtype}{shape}"
-
-
-def _sent_form(leaf: Any) -> Any:
-    """Return a leaf as it is sent: a number, a NumPy array or an IndexedSlices."""
-    if isinstance(leaf, (*_NUMBERS, IndexedSlices)):
-        return leaf
-    array = leaf if type(leaf) is np.ndarray else _host_array(leaf)
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
-
-
-def _host_array(leaf: Any) -> Array:
-    if is_array_api_obj(leaf) and not isinstance(leaf, (np.ndarray, np.generic)):
-        return np.asarray(backend_of(leaf).get(leaf))
-    return np.asarray(leaf)
-
-
-def _as_before(new: Any, leaf: Any) -> Any:
-    """Return a result in the library, and on the device, of what was sent."""
-    if type(leaf) is np.ndarray:
-        return new
-    if isinstance(leaf, np.generic):
-        return np.asarray(new)[()]
-    if type(new) is not np.ndarray or not is_array_api_obj(leaf) or isinstance(leaf, np.ndarray):
-        return new
-    return array_namespace(leaf).asarray(new.copy(), device=device_of(leaf))
-
-
-def _bytes_of(array: Array) -> Array:
-    return np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
-
-
-def _indices_in_slot(sent: Sequence[Any]) -> list[int]:
-    """Return which leaves go in the slot: all if it has room for them, else the numbers."""
-    numbers = [i for i, leaf in enumerate(sent) if isinstance(leaf, _NUMBERS)]
-    size = len(numbers) * _CELL.size
-    if size > SLOT_BYTES:
-        return []
-    for leaf in sent:
-        if isinstance(leaf, IndexedSlices):
-            return numbers
-        size += leaf.nbytes if type(leaf) is np.ndarray else 0
-    return list(range(len(sent))) if size <= SLOT_BYTES else numbers
-
-
-def _as_bytes(leaf: Any) -> bytes:
-    return leaf.tobytes() if type(leaf) is np.ndarray else _cell(leaf)
-
-
-def _unpacked(slot: bytes, like: Sequence[Any]) -> list[Any]:
-    found: list[Any] = []
-    start = 0
-    for leaf in like:
-        if type(leaf) is np.ndarray:
-            stop = start + leaf.nbytes
-            found.append(np.frombuffer(slot[start:stop], leaf.dtype).reshape(leaf.shape))
-        else:
-            stop = start + _CELL.size
-            found.append(_number(slot[start:stop]))
-        start = stop
-    return found
-
-
-def _cell(number: Any) -> bytes:
-    """Return a Python number with its kind in a few bytes."""
-    if isinstance(number, bool):
-        return _CELL.pack(b"b", bytes([number]))
-    if isinstance(number, int):
-        try:
-            return _CELL.pack(b"i", number.to_bytes(_NUMBER_BYTES, "little", signed=True))
-        except OverflowError:
-            raise OverflowError(
-                f"{number} has more than {8 * _NUMBER_BYTES} bits, which do not go to other "
-                "workers. Pass a float."
-            ) from None
-    if isinstance(number, float):
-        return _CELL.pack(b"f", struct.pack("<d", number))
-    return _CELL.pack(b"c", struct.pack("<dd", number.real, number.imag))
-
-
-def _number(cell: bytes) -> Any:
-    kind, data = _CELL.unpack(cell)
-    if kind == b"b":
-        return bool(data[0])
-    if kind == b"i":
-        return int.from_bytes(data, "little", signed=True)
-    if kind == b"f":
-        return struct.unpack("<d", data[:8])[0]
-    return complex(*struct.unpack("<dd", data))

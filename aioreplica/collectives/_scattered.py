@@ -18,8 +18,9 @@ import numpy as np
 from ..devices import INLINE_BYTES, run_on_host
 from ..tree import Array, DType
 from ..typing import ReduceOp
-from ._across import SLOT_BYTES, Turn, Wire, gather_bytes
+from ._across import Turn, Wire, gather_bytes
 from ._plan import BufferPool, Job, num_threads, run_here, run_on_threads
+from ._sent import SLOT_BYTES
 
 Ranges: TypeAlias = Sequence[tuple[int, int]]
 """The first element of each worker and the one after its last, in rank order, of a flat array."""

@@ -228,12 +228,12 @@ class BlockingContext(BlockingCollectives):
     def waiting(self, what: str) -> Iterator[None]:
         """Show the replica as waiting for `what`, inside a `with` block."""
         wait, point = ThreadWait(what), self._group.point
-        point.began_to_wait(wait)
+        point.observers.began_to_wait(wait)
         try:
             with self._shown(what):
                 yield
         finally:
-            point.ended_to_wait(wait)
+            point.observers.ended_to_wait(wait)
 
     @contextmanager
     def _shown(self, what: str) -> Iterator[None]:
@@ -306,7 +306,7 @@ class BlockingContext(BlockingCollectives):
             collective, argument, args, None, self._members, self._position, sequence, site
         )
         if is_numbered:
-            waiter.point.made(call)
+            waiter.point.observers.made(call)
         return waiter.meet(call)
 
     def __repr__(self) -> str:

@@ -105,7 +105,7 @@ class ThreadWaiter(Waiter):
         self, generation: WaitedFor, timeout_s: float | None, call: Call | Transfer
     ) -> None:
         """Park for as long as allowed, then until the run was ended."""
-        self.point.began_to_wait(generation)
+        self.point.observers.began_to_wait(generation)
         try:
             if not self._park(timeout_s):
                 # Ending a run is the loop's. The thread parks until it has done so, or its own
@@ -113,7 +113,7 @@ class ThreadWaiter(Waiter):
                 self.point.post(self._stalled, timeout_s, call, generation)
                 self._park()
         finally:
-            self.point.ended_to_wait(generation)
+            self.point.observers.ended_to_wait(generation)
 
     def _stalled(self, timeout_s: float, call: Call | Transfer, generation: WaitedFor) -> None:
         if generation.missing:
@@ -215,11 +215,11 @@ class _OpWait:
         synchronise_lane(args)
         with lend_lane():
             self._loop.call_soon_threadsafe(self._begin, context=copy_context())
-            self._point.began_to_wait(self)
+            self._point.observers.began_to_wait(self)
             try:
                 self._gate.wait()
             finally:
-                self._point.ended_to_wait(self)
+                self._point.observers.ended_to_wait(self)
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -263,7 +263,7 @@ class _OpWait:
             self._bring(self._point, call)
             return call
         call.sequence = self._replica.next_in(call.group)
-        self._point.made(call)
+        self._point.observers.made(call)
         return self._point.start(self._replica, call)
 
     def _end(self, ended: Callable[[], None] | None, waiter: asyncio.Future[None] | None) -> None:

@@ -40,7 +40,7 @@ def call_on_host(
         if point.is_aborted:
             raise asyncio.CancelledError
         point.host_calls[call.cancel] = None
-    point.began_to_wait(call)
+    point.observers.began_to_wait(call)
     try:
         if not point.post(call.begin):
             raise asyncio.CancelledError
@@ -49,7 +49,7 @@ def call_on_host(
         point.abandon()
         raise
     finally:
-        point.ended_to_wait(call)
+        point.observers.ended_to_wait(call)
         with point.lock:
             point.host_calls.pop(call.cancel, None)
     if point.is_aborted:

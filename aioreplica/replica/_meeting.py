@@ -106,12 +106,15 @@ class Pending:
         to_parts: Makes parts of its result.
         turn: In which it meets other workers; None if there are none.
         task: Waits for it, or is it; None before that.
+        tell: Where `awaitable` is a future: has a function called when it is done, in the same
+            cycle of the event loop; None if it has not got that.
     """
 
     awaitable: Awaitable[Any]
     to_parts: Callable[[Any], Parts]
     turn: MergeTurn | None = None
     task: asyncio.Future[Any] | None = None
+    tell: Callable[[Callable[[], object]], None] | None = None
 
     def end(self) -> None:
         """Let those go on who wait for their turn."""

@@ -36,7 +36,7 @@ from ..devices import (
     synchronise_lane,
 )
 from ..errors import ReplicaRow
-from ..telemetry import ObservedCall, ObservedWait, Observers
+from ..telemetry import Observers
 from ._errors import held_by_op_error, misuse_error, two_at_once_error
 from ._failure import add_note_once, error_of
 from ._meeting import AcrossWorkers, Call, Generation, Parts, Pending, Reading, SyncGroup, WaitedFor
@@ -266,7 +266,11 @@ class MeetingPoint:
         if not isinstance(task, asyncio.Future):
             task = asyncio.Task(self._wait_for(generation, task), loop=self.loop, context=context)
         pending.task, generation.pending = task, pending
-        task.add_done_callback(partial(self._merge_ended, generation, pending), context=context)
+        ended = partial(self._merge_ended, generation, pending)
+        if pending.tell is None:
+            task.add_done_callback(ended, context=context)
+        else:
+            pending.tell(partial(ended, task))
 
     async def _wait_for(self, generation: Generation, awaitable: Awaitable[object]) -> object:
         if self.is_aborted:  # a merge of an aborted run does not begin
@@ -315,21 +319,6 @@ class MeetingPoint:
         if self._started is None:
             self._started = StartedWaits(self)
         return self._started.begin(replica, generation, blocks=blocks)
-
-    def made(self, call: ObservedCall) -> None:
-        """Tell observers of a call that was numbered."""
-        if (tell := self.observers.call_made) is not None:
-            tell(call)
-
-    def began_to_wait(self, wait: ObservedWait) -> None:
-        """Tell observers that the current task or thread waits from now on."""
-        if (tell := self.observers.wait_began) is not None:
-            tell(wait)
-
-    def ended_to_wait(self, wait: ObservedWait) -> None:
-        """Tell observers that it waits no longer."""
-        if (tell := self.observers.wait_ended) is not None:
-            tell(wait)
 
     # ---- ending --------------------------------------------------------------------------
 
@@ -555,7 +544,7 @@ class TaskWaiter(Waiter):
         if not self.is_free():
             raise self.misuse(call.collective.name)
         call.sequence = self.replica.next_in(call.group)
-        self.point.made(call)
+        self.point.observers.made(call)
         coroutine = self.replica.unawaited[call] = self.meet(call)
         return coroutine
 

@@ -186,7 +186,7 @@ def _exchange(point: MeetingPoint, transfer: Transfer) -> Transfer | Mismatch | 
 
 def _tell(point: MeetingPoint, transfer: Transfer, decided: Transfer | Mismatch | None) -> None:
     """Tell observers of a send or a receive, and of the value that was handed over by it."""
-    point.made(transfer)
+    point.observers.made(transfer)
     tell = point.observers.value_received
     if tell is not None:
         receive = decided if transfer.is_send else transfer

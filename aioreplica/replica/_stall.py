@@ -108,10 +108,10 @@ class StartedWaits:
             self._touched = point.loop.time()
             if self._timer is None and not self._has_warned:
                 self._timer = point.loop.call_later(CIRCLE_S, self._look, point.loop)
-        point.began_to_wait(generation)
+        point.observers.began_to_wait(generation)
 
         def ended() -> None:
-            point.ended_to_wait(generation)
+            point.observers.ended_to_wait(generation)
             self._num_of_children -= not blocks
             mismatch = point.rendezvous.waited_for_started(replica_id, generation, blocks=blocks)
             if mismatch is not None:

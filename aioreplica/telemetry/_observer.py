@@ -372,6 +372,21 @@ class Observers:
             self._added = [each for each in self._added if each is not observer]
             self._tell()
 
+    def made(self, call: ObservedCall) -> None:
+        """Tell of a call that was numbered."""
+        if (tell := self.call_made) is not None:
+            tell(call)
+
+    def began_to_wait(self, wait: ObservedWait) -> None:
+        """Tell that the current task or thread waits from now on."""
+        if (tell := self.wait_began) is not None:
+            tell(wait)
+
+    def ended_to_wait(self, wait: ObservedWait) -> None:
+        """Tell that it waits no longer."""
+        if (tell := self.wait_ended) is not None:
+            tell(wait)
+
     def _tell(self) -> None:
         for kind in KINDS:
             own = getattr(self._own, kind, None)

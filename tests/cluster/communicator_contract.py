@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from aioreplica.cluster import Communicator
+from aioreplica.cluster._communicator import AGREE, NOTHING, Call
 from aioreplica.devices.backends import reduce_arrays
 from aioreplica.typing import ReduceOp
 
@@ -97,6 +98,29 @@ async def reduces_behind_what_agrees(c: Communicator) -> None:
     assert same_bits(rows, np.stack([[rank, 7] for rank in range(c.size)]))
     assert totals is None or c.size == 1
     assert await c.all_reduce(1) == c.size  # calls are in step again
+
+
+async def makes_arrays_when_they_are_sent(c: Communicator) -> None:
+    """Who has asked is called with the future when it is done, and there is no other to await."""
+    come: asyncio.Future[asyncio.Future[Any]] = asyncio.get_running_loop().create_future()
+    mine = np.full(70_003, 1.0 + c.rank)
+    after: list[Any] = []
+
+    def agrees(rows: Any) -> bool:
+        after.append(mine)
+        return bool((rows == 7).all())
+
+    c._launch(
+        Call(
+            AGREE, NOTHING, ReduceOp.SUM, agrees=agrees, summands=after,
+            brings=lambda: np.array([7, 7]), then=come.set_result,
+        )
+    )  # fmt: skip
+    came = await come
+    assert came.done()
+    rows, [total] = came.result()
+    assert same_bits(rows, np.full((c.size, 2), 7))
+    assert same_bits(total, await c.all_reduce(mine))
 
 
 async def takes_what_numpy_takes(c: Communicator) -> None:
@@ -203,6 +227,7 @@ CHECKS = (
     gathers_scatters_broadcasts,
     cuts_as_it_is_told,
     reduces_behind_what_agrees,
+    makes_arrays_when_they_are_sent,
     takes_what_numpy_takes,
     keeps_the_order_of_calls,
     results_are_the_callers,

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from aioreplica.cluster import _engine, _transport
+from aioreplica.cluster._communicator import AGREE, NOTHING, Call
 from aioreplica.cluster._transport import NOTE_BYTES, Note
 from aioreplica.errors import ContextError, StallError, WorkerLostError
+from aioreplica.typing import ReduceOp
 from tests.cluster.communicator_contract import (
     CHECKS,
     an_abandoned_call_goes_on,
@@ -239,6 +241,26 @@ async def test_an_error_on_the_lane_ends_the_group_and_says_whose_it_was() -> No
     for error in await by_all(2, work):
         assert isinstance(error, WorkerLostError)
         assert "failed in agreement #0: ZeroDivisionError('while looking')" in str(error)
+
+
+async def test_who_has_asked_is_told_of_the_end_of_the_group() -> None:
+    """Soon: what ends it may be in the middle of something."""
+
+    async def work(c: ThreadCommunicator) -> str:
+        come: asyncio.Future[asyncio.Future[Any]] = asyncio.get_running_loop().create_future()
+        c._launch(
+            Call(
+                AGREE, NOTHING, ReduceOp.SUM, agrees=lambda _: True, brings=lambda: np.ones(3),
+                then=come.set_result,
+            )
+        )  # fmt: skip
+        c.abort("enough")
+        assert not come.done()
+        return str((await come).exception())
+
+    first, second = await by_all(2, work)
+    assert "ended the group: enough" in first
+    assert "ended the group: enough" in second
 
 
 async def test_the_same_split_twice_makes_two_groups() -> None:

@@ -148,6 +148,59 @@ async def test_a_wait_that_is_cancelled_while_arrays_are_read_ends_with_the_oper
     await close_all(all_workers)
 
 
+async def test_who_waits_is_told_in_the_cycle_in_which_an_exchange_ends() -> None:
+    all_workers, _ = both_workers()
+    seen: list[str] = []
+
+    async def tells(turn: Turn) -> None:
+        exchange: Any = turn.exchange(b"", no_data)
+        exchange.add_done_callback(lambda _: seen.append("callback"))
+        exchange.tell(lambda: seen.append("told" if exchange.done() else "too early"))
+        await exchange
+        exchange.tell(lambda: seen.append("told again"))
+        seen.append("not at once")
+        await asyncio.sleep(0)
+        given_up: Any = turn.exchange(b"", no_data)
+        given_up.tell(lambda: seen.append(f"cancelled: {given_up.cancelled()}"))
+        given_up.cancel()
+        seen.append("not in cancel")
+        await asyncio.sleep(0)
+
+    async def meets(turn: Turn) -> None:
+        await turn.exchange(b"", no_data)
+        await turn.exchange(b"", no_data)
+
+    await asyncio.gather(in_turn(all_workers[0], tells), in_turn(all_workers[1], meets))
+    assert seen == [
+        "told", "callback", "not at once", "told again", "not in cancel", "cancelled: True",
+    ]  # fmt: skip
+    await close_all(all_workers)
+
+
+async def test_what_is_started_before_the_engine_sends_goes_together_the_first_included() -> None:
+    all_workers, group = both_workers()
+    num = 32
+
+    async def steps(workers: Workers) -> tuple[list[float], int]:
+        async with workers.run("step") as run:
+            await reduced(run.turn("all_reduce", "", 0), np.ones(600))
+            before = group[workers.rank].statistics().calls
+            started = [
+                reduce_across(
+                    run.turn("all_reduce", "", index), ReduceOp.SUM,
+                    [np.full(600, index + workers.rank)], is_last=True,
+                )
+                for index in range(1, num + 1)
+            ]  # fmt: skip
+            found = [float(total[-1]) for [total] in await asyncio.gather(*started)]
+            return found, group[workers.rank].statistics().calls - before
+
+    for found, num_calls in await asyncio.gather(*map(steps, all_workers)):
+        assert found == [2.0 * index + 1 for index in range(1, num + 1)]
+        assert num_calls == 1
+    await close_all(all_workers)
+
+
 async def reduced(turn: Turn, value: Any, op: ReduceOp = ReduceOp.SUM) -> Any:
     return (await reduce_across(turn, op, [value], is_last=True))[0]
 

@@ -504,13 +504,19 @@ async def test_a_step_that_repeats_sends_its_arrays_with_the_frames() -> None:
 
     async def program(strategy: Strategy) -> Any:
         communicator, counts = communicator_of(strategy), []
-        send_after, followed = communicator.all_gather_then_reduce, []
+        launch, followed = communicator._launch, []
 
-        def all_gather_then_reduce(row: Any, agrees: Any, after: list[Any], op: Any) -> Any:
-            followed.extend(after)
-            return send_after(row, agrees, after, op)
+        def noting(call: Any) -> Any:
+            then, after = call.then, call.summands
 
-        communicator.all_gather_then_reduce = all_gather_then_reduce
+            def note(came: Any) -> None:
+                followed.extend(after)
+                then(came)
+
+            call.then = note if then is not None else None
+            return launch(call)
+
+        communicator._launch = noting
         for size in sizes:
             before = communicator.statistics().calls
             followed.clear()
