@@ -48,19 +48,29 @@ if TYPE_CHECKING:
     from ..cluster import Workers
 
 
-async def take_common_cut(state: object, step: int) -> tuple[Cut, Workers | None]:
+async def take_common_cut(
+    state: object, step: int, failure: Exception | None
+) -> tuple[Cut, Workers | None]:
     """Take a cut, with the components that on-read variables have on all workers.
+
+    Args:
+        state: Of what.
+        step: Its number.
+        failure: Of an earlier save in the background, which is raised on all workers.
 
     Returns:
         The cut, and the workers of its strategy; None if there is one.
 
     Raises:
+        CheckpointError: The failure, and on the other workers that there was one.
         MergeMismatchError: If workers save different states, or another step.
     """
     cut = await take_cut(state)
     workers = _workers_of(cut.entries)
-    if workers is None:
+    if workers is None and failure is None:
         return cut, None
+    await agree_on_failure(workers, f"save of step {step}", failure)
+    assert workers is not None  # else the failure was raised
     divided = {k: e.thing for k, e in cut.entries.items() if isinstance(e.thing, DividedVariable)}
     keys = [
         key
@@ -107,6 +117,25 @@ async def _bring_together(cut: Cut, wire: Wire, _slots: Sequence[bytes]) -> None
 # ---- saving ------------------------------------------------------------------------------
 
 
+async def agree_on_failure(workers: Workers | None, what: str, failure: Exception | None) -> None:
+    """Raise on all workers what went wrong in the background on one of them.
+
+    Raises:
+        Exception: The failure, where it is.
+        CheckpointNotCommittedError: On the other workers.
+        CheckpointUncertainError: On the other workers, if that step may be there.
+    """
+
+    async def tell() -> None:
+        if failure is not None:
+            raise failure
+
+    async def hear(turn: Turn) -> None:
+        await _done_by_all(turn, f"begin a {what}", "", tell)
+
+    await (tell() if workers is None else _agreed(workers, what, hear))
+
+
 async def write_once(
     workers: Workers | None, step: int, write: Callable[[], Awaitable[None]]
 ) -> None:
@@ -122,7 +151,7 @@ async def write_once(
         return
 
     async def write_first(turn: Turn) -> None:
-        await _done_by_all(turn, step, "", write if turn.rank == 0 else _nothing)
+        await _done_by_all(turn, f"save step {step}", "", write if turn.rank == 0 else _nothing)
 
     await _agreed(workers, f"step {step} written", write_first)
 
@@ -189,6 +218,10 @@ class _Together:
     writer: StepWriter
     left: list[str] = field(default_factory=list)
 
+    @property
+    def _doing(self) -> str:
+        return f"save step {self.step}"
+
     async def take(self, turn: Turn) -> None:
         """Take part in all that the workers agree on, one after the other."""
         is_first = turn.rank == 0
@@ -208,7 +241,7 @@ class _Together:
         else:
             self.writer.worker = turn.rank
             _keep_share(self.cut, turn.rank)
-        shares = await _done_by_all(turn, self.step, "the files", self._write)
+        shares = await _done_by_all(turn, self._doing, "the files", self._write)
         commit = partial(self._commit, shares)
         await self._stage(turn, "the manifest", commit if is_first else None)
         if not is_first:
@@ -222,7 +255,7 @@ class _Together:
         async def on_thread() -> bytes:
             return b"" if work is None else (await run_all([work], self.stop))[0]
 
-        return await _done_by_all(turn, self.step, what, on_thread)
+        return await _done_by_all(turn, self._doing, what, on_thread)
 
     def _claim(self) -> bytes:
         sequence = self.begin()
@@ -293,7 +326,7 @@ async def _agreed(workers: Workers, text: str, do: Callable[[Turn], Awaitable[No
 
 
 async def _done_by_all(
-    turn: Turn, step: int, what: str, work: Callable[[], Awaitable[bytes | None]]
+    turn: Turn, doing: str, what: str, work: Callable[[], Awaitable[bytes | None]]
 ) -> list[bytes]:
     """Do this worker's part of something; return what all have made, once all are done.
 
@@ -321,7 +354,7 @@ async def _done_by_all(
             cause = slot.rstrip(b"\0").decode("utf-8", "replace")
             unsure = cause.startswith(CheckpointUncertainError.__name__)
             kind = CheckpointUncertainError if unsure else CheckpointNotCommittedError
-            raise _AgreedError(kind(f"Worker {rank} could not save step {step}: {cause}"))
+            raise _AgreedError(kind(f"Worker {rank} could not {doing}: {cause}"))
     return made
 
 

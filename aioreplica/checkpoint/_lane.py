@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 LANE = "checkpoint"
 BEHIND = "checkpoint-behind"
-"""The lane of saves that training goes on beside: its threads leave the cores to the devices.
+"""Lanes of saves that training goes on beside: their threads leave the cores to the devices.
 
-It writes local folders only: threads that another storage starts would stay as nice for good.
+They write local folders only: threads that another storage starts would stay as nice for good.
 """
 NICER = 10
 NUM_THREADS = 4
@@ -61,6 +61,11 @@ class Pace:
         self._paid_s = monotonic() + 2 * PAUSE_S  # when nothing is owed to the others
         self._counted = threading.local()  # the two clocks when the thread last went on
 
+    @property
+    def lane(self) -> str:
+        """Name of a lane of its own: the pauses of one save hold up no other one."""
+        return f"{BEHIND}-{id(self):x}"
+
     def hurry(self) -> None:
         """End all pauses, at once; from any thread."""
         self._is_hurried.set()
@@ -94,7 +99,7 @@ async def run_all(
     Args:
         fns: The functions.
         stop: Is set when one of them fails, or the caller is cancelled.
-        name: The lane: LANE, or BEHIND.
+        name: The lane: LANE, or that of a pace.
         shielded: Whether cancellations have to wait: for cleaning up.
 
     Raises:
@@ -106,7 +111,7 @@ async def run_all(
     table = lane_table()
     table.acquire((name,))
     try:
-        nicer = NICER if name == BEHIND else 0
+        nicer = 0 if name == LANE else NICER
         lane = table.lane(name, num_streams=NUM_THREADS, nicer=nicer)
         completions = CompletionQueue.of_running_loop()
         ops = [run_on_lane(lane, completions, _guarded, (fn, stop), {}) for fn in fns]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import operator
 import os
 import warnings
@@ -14,10 +13,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, final
 
 from .._functions import is_async, require_no_yield
-from ..devices import OwnedTask, require_loop
-from ..errors import CheckpointError, CheckpointNotCommittedError, CheckpointUncertainError
+from ..errors import CheckpointError
 from ..telemetry import Observers
+from ._background import Background
 from ._chief import (
+    agree_on_failure,
     agree_on_restored,
     is_first,
     take_common_cut,
@@ -56,11 +56,11 @@ T = TypeVar("T")
 
 def _warn_of_failure(manager: object) -> None:
     """Warn of a save in the background that went wrong and was not waited for."""
-    failure = getattr(manager, "_failure", None)  # a constructor may have raised
-    if failure is not None:
+    saves = getattr(manager, "_saves", None)  # a constructor may have raised
+    if saves is not None and saves.failure is not None:
         warnings.warn(
-            f"{failure} Nobody waited for that save: leave `async with manager` before the event "
-            "loop ends.",
+            f"{saves.failure} Nobody waited for that save: leave `async with manager` before the "
+            "event loop ends.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -129,10 +129,7 @@ class CheckpointManager:
             _checked_count("max_to_keep", max_to_keep),
             _checked_count("keep_every", keep_every),
         )
-        self._turn = asyncio.Lock()  # of the save that is going on
-        self._background: OwnedTask[None] | None = None
-        self._pace: Pace | None = None  # of the save in the background
-        self._failure: BaseException | None = None  # of a save in the background
+        self._saves = Background(self._storage)
         self._restored: Restored | None = None
 
     # ---- saving --------------------------------------------------------------------------
@@ -166,24 +163,24 @@ class CheckpointManager:
         """
         number = _checked_step(step)
         require_outside_steps("CheckpointManager.save")
-        _hurry(self)
-        await self._turn.acquire()
+        with self._saves.waited_for(self):
+            await self._saves.turn.acquire()
         try:
-            self._raise_failure()
-            cut, workers = await take_common_cut(state, number)
+            cut, workers = await take_common_cut(state, number, self._saves.failure)
             wait = wait or bool(cut.divisions)
             if workers is not None and cut.divisions:
                 await self._write(number, cut, workers=workers)
             elif wait:
                 await write_once(workers, number, bound(self._write, number, cut))
-        except BaseException:
-            self._turn.release()
+        except BaseException as error:
+            self._saves.tell(error)
+            self._saves.turn.release()
             raise
         if wait or not is_first(workers):
-            self._turn.release()
+            self._saves.turn.release()
         else:
-            self._pace = Pace() if type(self._storage) is LocalStorage else None
-            self._background = OwnedTask(self._write_behind(number, cut), f"checkpoint {number}")
+            pace = Pace() if type(self._storage) is LocalStorage else None
+            self._saves.start(bound(self._write, number, cut, pace), number, pace)
 
     async def save_on_cancel(
         self,
@@ -230,9 +227,9 @@ class CheckpointManager:
         return await run_and_save(work, state, step, write, grace_s, on_sigterm=exit_on_sigterm)
 
     async def _write_in_turn(self, step: int, cut: Cut) -> None:
-        _hurry(self)
-        async with self._turn:
-            await self._write(_checked_step(step), cut)
+        with self._saves.waited_for(self):
+            async with self._saves.turn:
+                await self._write(_checked_step(step), cut)
 
     async def wait(self) -> None:
         """Wait for the save in the background, if there is one.
@@ -243,23 +240,8 @@ class CheckpointManager:
         Cancellation:
             Stops waiting; the save goes on.
         """
-        _hurry(self)
-        while self._background is not None and not self._background.is_done:
-            await self._background.done_or_cancelled()
-        self._raise_failure()
-
-    async def _write_behind(self, step: int, cut: Cut) -> None:
-        try:
-            await self._write(step, cut, self._pace)
-        except asyncio.CancelledError:
-            self._failure = CheckpointNotCommittedError(
-                f"Step {step} was not saved in {self._storage}: its task was cancelled."
-            )
-            raise
-        except Exception as error:  # noqa: BLE001 - raised at the next await of the manager
-            self._failure = error
-        finally:
-            self._turn.release()
+        await self._saves.wait(self)
+        self._saves.raise_failure()
 
     async def _write(
         self, step: int, cut: Cut, pace: Pace | None = None, workers: Workers | None = None
@@ -315,11 +297,6 @@ class CheckpointManager:
                 stacklevel=2,
             )
 
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
     # ---- restoring -----------------------------------------------------------------------
 
     async def restore(
@@ -352,8 +329,13 @@ class CheckpointManager:
         """
         number = None if step is None else _checked_step(step)
         require_outside_steps("CheckpointManager.restore")
-        await self.wait()
+        await self._saves.wait(self)
         workers = workers_of_state(state)  # what cannot be restored is said first
+        try:
+            await agree_on_failure(workers, "restore", self._saves.failure)
+        except BaseException as error:
+            self._saves.tell(error)
+            raise
         storage, began_s = self._retried(), monotonic()
         try:
             with self._telling_of_retries(storage, "restore"):
@@ -456,10 +438,9 @@ class CheckpointManager:
         await self._at_rest(unpin_step, _checked_step(step))
 
     async def _at_rest(self, change: Callable[[Storage, int], None], step: int) -> None:
-        _hurry(self)
         storage = self._retried()
-        async with self._turn:
-            with self._telling_of_retries(storage, "change of pins"):
+        with self._saves.waited_for(self), self._telling_of_retries(storage, "change of pins"):
+            async with self._saves.turn:
                 await run_all([bound(change, storage, step)], new_stop(storage))
 
     def pinned(self) -> tuple[int, ...]:
@@ -500,7 +481,7 @@ class CheckpointManager:
 
     def statistics(self) -> CheckpointStatistics:
         """Return what the manager has done."""
-        return self._counters.statistics(is_saving=self._turn.locked())
+        return self._counters.statistics(is_saving=self._saves.turn.locked())
 
     @property
     def observers(self) -> Observers:
@@ -508,7 +489,7 @@ class CheckpointManager:
         return self._counters.observers
 
     def __repr__(self) -> str:
-        state = "saving" if self._turn.locked() else "idle"
+        state = "saving" if self._saves.turn.locked() else "idle"
         return f"<CheckpointManager {self._storage} | {self._counters.num_saved} saved, {state}>"
 
     # ---- closing -------------------------------------------------------------------------
@@ -523,12 +504,10 @@ class CheckpointManager:
             Raised again once the save has ended.
         """
         try:
-            _hurry(self)
-            if self._background is not None:
-                await self._background.ended(through_interrupt=True)
+            await self._saves.end(self)
         finally:
             self._writer.close()
-            self._raise_failure()  # of more weight than a cancellation
+            self._saves.raise_failure()  # of more weight than a cancellation
 
     __del__ = _warn_of_failure
 
@@ -547,28 +526,6 @@ class CheckpointManager:
             if error is None:
                 raise
             error.add_note(f"A save in the background had failed too: {failure}")
-
-
-def _hurry(manager: CheckpointManager) -> None:
-    """End the pauses of a save in the background; end it if its event loop was closed.
-
-    Raises:
-        LoopMismatchError: If its event loop is another one, and not closed.
-    """
-    saving = manager._background
-    if saving is None or saving.is_done:
-        return
-    loop = saving.task.get_loop()
-    if not loop.is_closed():
-        require_loop(loop, manager)
-        if manager._pace is not None:
-            manager._pace.hurry()
-        return
-    manager._background, manager._turn = None, asyncio.Lock()
-    manager._failure = CheckpointUncertainError(
-        f"A step may not have been saved in {manager._storage}: the event loop of its save was "
-        "closed before it had ended. Leave `async with manager` before."
-    )
 
 
 def _require_step_function(step: object) -> None:

@@ -41,7 +41,7 @@ from ._format import (
     parse_share,
     tensors_header,
 )
-from ._lane import BEHIND, LANE, NUM_THREADS, Pace, Stop, run_all
+from ._lane import LANE, NUM_THREADS, Pace, Stop, run_all
 from ._retry import RetriedStorage, new_stop
 from ._state import Cut, StoredTensor, dtype_name
 from ._storage import BLOCK_BYTES, Sink, Storage, read_all
@@ -103,7 +103,7 @@ async def write_cut(
         Before the manifest takes its name nothing is saved, and files are removed again.
     """
     stop = new_stop(storage)
-    lane = LANE if pace is None else BEHIND
+    lane = LANE if pace is None else pace.lane
     write = StepWriter(storage, step, cut, stop, pace)
     results: list[T] = []
 

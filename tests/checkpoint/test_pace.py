@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import numpy as np
@@ -226,6 +227,48 @@ async def test_whoever_waits_for_a_save_ends_its_pauses(
         await way(manager)
 
         assert 1 in manager.steps()
+
+
+@pytest.mark.usefixtures("_pauses_for_ever")
+@pytest.mark.asyncio
+async def test_whoever_has_waited_since_before_a_save_begins_ends_its_pauses(
+    tmp_path: Path,
+) -> None:
+    async with ar.CheckpointManager(tmp_path) as manager, asyncio.timeout(60):
+        await asyncio.gather(
+            manager.save(1, STATE, wait=False),
+            manager.save(2, STATE, wait=False),  # begins when the last one waits already
+            manager.save(3, STATE),
+        )
+
+        assert manager.steps() == (1, 2, 3)
+
+
+@pytest.mark.usefixtures("_pauses_for_ever")
+@pytest.mark.asyncio
+async def test_pauses_hold_up_no_other_manager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pausing = threading.Semaphore(0)
+    pause = threading.Event.wait
+
+    def tell_and_wait(event: threading.Event, timeout: float | None = None) -> bool:
+        if timeout is not None and timeout > FOR_EVER_S / 2:
+            pausing.release()
+        return pause(event, timeout)
+
+    monkeypatch.setattr(threading.Event, "wait", tell_and_wait)
+    async with AsyncExitStack() as stack:
+        for number in range(_lane.NUM_THREADS):
+            other = ar.CheckpointManager(tmp_path / f"{number}")
+            await stack.enter_async_context(other)
+            await other.save(1, STATE, wait=False)
+            await asyncio.to_thread(pausing.acquire)
+        async with asyncio.timeout(60), ar.CheckpointManager(tmp_path / "own") as manager:
+            await manager.save(1, STATE, wait=False)
+
+        assert manager.steps() == (1,)
+        assert other.steps() == ()
 
 
 @pytest.mark.usefixtures("_pauses_for_ever")

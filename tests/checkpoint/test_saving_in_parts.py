@@ -374,6 +374,39 @@ async def test_a_worker_that_ends_while_it_writes_leaves_no_step(
         assert not left
 
 
+@pytest.mark.parametrize("call", ["save", "save of parts", "restore"])
+async def test_what_went_wrong_in_the_background_is_raised_on_all_workers(
+    tmp_path: Path, call: str
+) -> None:
+    async def program(strategy: Any) -> Any:
+        training = Training(strategy, num_large=5)
+        whole = {"hits": training.hits, "epoch": 0}
+        storage: Any = LocalStorage(tmp_path)
+        if rank_of(strategy) == 0:
+            storage = FaultyStorage(storage, lambda: OSError("no room"), None)
+        async with ar.CheckpointManager(storage) as manager:
+            await manager.save(1, whole)
+            if rank_of(strategy) == 0:
+                storage.at = len(storage.calls)
+            await manager.save(2, whole, wait=False)
+            state = training.state if call == "save of parts" else whole
+            again = manager.restore(whole) if call == "restore" else manager.save(3, state)
+            with pytest.raises(CheckpointNotCommittedError) as raised:
+                await again
+            storage.at = None
+            assert await manager.restore(whole) == 1
+            await manager.save(4, training.state)
+        return str(raised.value)
+
+    first, second = await outcomes(strategies(2, 1), [program] * 2)
+
+    assert first.startswith("Step 2 was not saved")
+    what = "restore" if call == "restore" else "save of step 3"
+    assert second.startswith(f"Worker 0 could not begin a {what}: CheckpointNotCommittedError: ")
+    assert "Step 2 was not saved" in second
+    assert ar.CheckpointManager(tmp_path).steps() == (1, 4)
+
+
 @pytest.mark.parametrize("retry", [None, 5.0], ids=["once", "again"])
 async def test_a_worker_that_was_taken_for_lost_removes_no_file_of_a_later_save(
     tmp_path: Path, retry: float | None
