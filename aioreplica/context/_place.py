@@ -242,9 +242,9 @@ class LoopStep:
         """Note that the step has published a write of all replicas."""
         self._published[self._replica_id] = self.number + 1
 
-    def ended(self) -> None:
-        """Go on to the next step."""
-        self._completed[self._replica_id] += 1
+    def ended(self, count: int = 1) -> None:
+        """Go on to the next step, or `count` of them at once."""
+        self._completed[self._replica_id] += count
 
     def num_taken(self) -> int:
         """Return how many steps of the loop are not run again: they are complete, or published.

@@ -351,6 +351,9 @@ class ThreadFeeder(Feeder):
 class TaskFeeder(Feeder):
     """Advances an async iterator on the event loop, or a plain one that never blocks.
 
+    Elements in memory for compiled chunks are read by the thread that makes room for them: a trip
+    to the event loop and back would take longer than that.
+
     Args:
         iterator: The iterator. A DistributedIterator keeps by itself what belongs to it.
         iterators: What is kept of it; None if it was made for this loop, and is closed with it, in
@@ -380,7 +383,10 @@ class TaskFeeder(Feeder):
         self._task: OwnedTask[None] | None = None
 
     def start(self) -> None:
-        """Begin in a task."""
+        """Begin in a task, or read as much as there is room for."""
+        if self._reads_many:
+            self._fill()
+            return
         if self._batches is not None:
             self._batches.follow(self._report)
         self._task = OwnedTask(self._feed(), "aioreplica infeed")
@@ -442,32 +448,18 @@ class TaskFeeder(Feeder):
     async def _pass_on(self) -> None:
         infeed = self._infeed
         while not self._is_complete:
-            if self._reads_many:
-                if not infeed.has_room:
-                    await self._room()
-                    continue
-                readings = self._read_many(min(infeed.room, self._num_wanted - infeed.num_put))
-            else:
-                readings = [self._unrun.popleft() if self._unrun else await self._read()]
-            self._unfinished.extend(readings)
+            reading = self._unrun.popleft() if self._unrun else await self._read()
+            self._unfinished.append(reading)
             self._report()
-            last = readings[-1]
-            if last is Mark.END or type(last) is Raised:
-                readings.pop()
-            elif not infeed.has_room:
+            if type(reading) is Raised:
+                raise reading.error
+            if reading is Mark.END:
+                return
+            if not infeed.has_room:
                 await self._room()
             if infeed.is_aborted:
                 return
-            alike = self._shapes.split_alike(readings) if len(readings) > 1 else []
-            if alike:
-                self._infeed.put(*alike)
-            else:
-                for reading in readings:
-                    self._put(reading if self._batches is None else reading.value)
-            if type(last) is Raised:
-                raise last.error
-            if last is Mark.END:
-                return
+            self._put(reading if self._batches is None else reading.value)
 
     async def _read(self) -> Reading:
         try:
@@ -481,6 +473,42 @@ class TaskFeeder(Feeder):
             if self._infeed.is_aborted and isinstance(error, asyncio.CancelledError):
                 raise
             return Raised(error)
+
+    def _fill(self) -> None:
+        """Read as much as there is room for; on the thread that has made it, or on the loop."""
+        error: BaseException | None = None
+        try:
+            if self._is_filled():
+                return
+        except BaseException as raised:  # noqa: BLE001 - raised by run_steps
+            error = raised
+        self._end(error)
+
+    def _is_filled(self) -> bool:
+        """Put elements while there is room; tell whether more are wanted when there is some."""
+        infeed = self._infeed
+        while not self._is_complete:
+            if not infeed.has_room and infeed.wait_for_room(self._fill):
+                return True  # from here on another thread may read
+            if infeed.is_aborted:
+                break
+            readings = self._read_many(min(infeed.room, self._num_wanted - infeed.num_put))
+            self._unfinished.extend(readings)
+            self._report()
+            last = readings[-1]
+            if last is Mark.END or type(last) is Raised:
+                readings.pop()
+            alike = self._shapes.split_alike(readings) if len(readings) > 1 else []
+            if alike:
+                infeed.put(*alike)
+            else:
+                for reading in readings:
+                    self._put(reading)
+            if type(last) is Raised:
+                raise last.error
+            if last is Mark.END:
+                break
+        return False
 
     def _read_many(self, count: int) -> list[Reading]:
         """Return the next elements of an iterator in memory, and an end or an error behind them."""

@@ -248,13 +248,13 @@ class BlockingContext(BlockingCollectives):
         """Have `wake` called when the run is aborted, from any thread and perhaps repeatedly."""
         self._group.point.on_abort.append(wake)
 
-    def step_ended(self) -> None:
-        """Count a step of a device loop.
+    def step_ended(self, count: int = 1) -> None:
+        """Count a step of a device loop, or `count` of them at once.
 
         Raises:
             CancelledError: If the run was aborted, or its event loop closed.
         """
-        self._replica.steps_done += 1
+        self._replica.steps_done += count
         if self.clusters.num_roots:
             self.clusters.restart()
         point = self._group.point

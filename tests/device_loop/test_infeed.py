@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from aioreplica.context import LoopStep
 from aioreplica.device_loop import Infeed
+from aioreplica.device_loop._feeder import new_feeder
 from aioreplica.device_loop._infeed import DeviceQueue, Mark
 
 
@@ -246,3 +248,26 @@ def test_a_compiled_loop_reads_a_chunk_ahead() -> None:
     fill(infeed, 1, np.zeros(2**17))
 
     assert infeed.capacity == 32  # of 2 MiB
+
+
+@pytest.mark.parametrize("num_there", [150, 100])
+def test_elements_in_memory_are_read_without_an_event_loop(num_there: int) -> None:
+    """By the thread that takes them in chunks; up to the number that is wanted, or to their end."""
+    step, infeed = LoopStep(0, [0], [0]), Infeed([[0]], fills_chunks=True)
+    source = iter([np.full(2, k) for k in range(num_there)])
+    feeder = new_feeder(source, None, infeed, [step], 130)
+
+    feeder.start()
+    found: list[Any] = []
+    is_end = False
+    while len(found) < 130 and not is_end:
+        assert not infeed.is_empty(0)
+        [own], is_end = infeed.take_all(64)
+        assert len(own) <= 64
+        found += own
+        step.ended(len(own))
+
+    assert [int(x[0]) for (x,) in found] == list(range(min(num_there, 130)))
+    assert is_end is (num_there < 130)
+    assert feeder.error is None
+    assert len(list(source)) == max(0, num_there - 130)  # not one more was read

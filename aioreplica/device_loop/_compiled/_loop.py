@@ -151,8 +151,7 @@ class CompiledLoop:
             before, chunk = self._done, ahead
             ahead = self._ran(replica, chunk)
             self._spare = chunk  # its program has ended
-            for _ in range(self._done - before):
-                blocking.step_ended()  # a stall is noticed by steps that are not
+            blocking.step_ended(self._done - before)  # a stall is noticed by steps that are not
             is_due = self._done - self._published >= self._every or self._done == self._num_steps
             if is_due:
                 self._publish()
@@ -379,9 +378,8 @@ class CompiledLoop:
             self._events.add_scalar(number, 0, name, value)
         self._records.clear()
         self._published = self._done
-        for _ in range(num_steps):
-            for step in self._steps:
-                step.ended()
+        for step in self._steps:
+            step.ended(num_steps)
 
     def _write(self, program: StepProgram, num_steps: int) -> None:
         changes: dict[Variable, tuple[Array, ...]] = {}

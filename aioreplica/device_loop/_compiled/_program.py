@@ -145,6 +145,7 @@ class StepProgram:
         self._initial = tuple(initial)
         self.num_compiled = 0
         self.trials: dict[int, Trial] = {}
+        self._prepared: dict[Optimizer, list[Prepared]] = {}
         self._discover(element, initial)
 
     # ---- recording -----------------------------------------------------------------------
@@ -325,7 +326,11 @@ class StepProgram:
         tables = []
         for optimizer, (variables, times) in self.applied.items():
             multipliers, _ = multipliers_of(optimizer, variables)
-            tables.append(columns_for(optimizer, multipliers, bases[optimizer], num_steps * times))
+            like = self._prepared.get(optimizer)  # the same for each chunk
+            if like is None or len(like) != len(multipliers):
+                like = self._prepared[optimizer] = prepared_for(optimizer, multipliers, 0)
+            begin, count = bases[optimizer], num_steps * times
+            tables.append(columns_for(optimizer, multipliers, begin, count, like))
         return tables
 
 

@@ -246,9 +246,20 @@ def prepared_for(
 
 
 def columns_for(
-    optimizer: Optimizer, multipliers: Sequence[float], iteration: int, count: int
+    optimizer: Optimizer,
+    multipliers: Sequence[float],
+    iteration: int,
+    count: int,
+    first: Sequence[Prepared],
 ) -> list[npt.NDArray[Any]]:
     """Call `prepare` for so many iterations; return an array for each of its numbers.
+
+    Args:
+        optimizer: Whose.
+        multipliers: The different ones of the learning rate.
+        iteration: The first one.
+        count: How many iterations.
+        first: What `prepared_for` gave at iteration 0.
 
     Raises:
         ContextError: If it gives numbers in another structure than at iteration 0.
@@ -256,7 +267,6 @@ def columns_for(
     rate = optimizer.settings.learning_rate
     numbers = range(iteration, iteration + count)
     columns: list[Sequence[float]] = []
-    first = prepared_for(optimizer, multipliers, 0)  # as when the step was recorded
     prepared = [  # step by step, as steps that are not compiled do
         optimizer.prepare(at * each, number)
         for number in numbers
@@ -265,8 +275,10 @@ def columns_for(
     ]
     for i, like in enumerate(first):
         rows = prepared[i :: len(first)]
-        is_alike = len(set(map(type, rows))) == 1 and taken_apart(rows[0]).kinds == like.kinds
-        names = like.names if is_alike else None
+        names = like.names if set(map(type, rows)) == {like.kinds[0]} else None
+        is_alike = names is not None  # if all are floats again, which is looked at below
+        if names is None:
+            is_alike = len(set(map(type, rows))) == 1 and taken_apart(rows[0]).kinds == like.kinds
         found = [list(map(attrgetter(name), rows)) for name in names] if names else [rows]
         if not is_alike or any(set(map(type, each)) != {float} for each in found):
             taken = list(map(taken_apart, rows))
