@@ -89,7 +89,7 @@ class TorchModule:
         """
         return self._call("__call__", args, kwargs)
 
-    def call(self, method: str, /, *args: Any, **kwargs: object) -> Any:
+    def call(self, method: str, /, *args: object, **kwargs: object) -> Any:
         """Call another method of the module, such as "encode", in the same way."""
         return self._call(method, args, kwargs)
 
@@ -172,7 +172,7 @@ class TorchModule:
 
     # ---- one call ------------------------------------------------------------------------
 
-    def _call(self, method: str, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
+    def _call(self, method: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         reads = OVERRIDES.get()
         if reads is None:
             with self._borrowed() as shell:

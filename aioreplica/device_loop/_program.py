@@ -66,7 +66,7 @@ def run_loop(
     return context
 
 
-def _refused(result: Any) -> str:
+def _refused(result: object) -> str:
     """Name what will not be run; close it if it would warn of that."""
     if inspect.iscoroutine(result):
         result.close()

@@ -23,7 +23,6 @@ from collections.abc import (
     Sized,
 )
 from contextlib import aclosing
-from enum import Enum
 from typing import Any, Protocol, TypeVar, final, runtime_checkable
 
 from ..devices import OwnLane
@@ -31,6 +30,7 @@ from ..errors import ContextError
 from ..values import DistributedValues
 from ._source import Item, Pass, Source, Start
 
+_END, _IS_ASYNC = object(), object()  # what a reader gives in place of a value
 YIELD_EVERY = 64  # skipped items after which other tasks get a turn: a source may never wait
 
 EXPECTED = (
@@ -242,8 +242,8 @@ async def _read_on_thread(
     lane, reader = OwnLane(), _ThreadReader(make, start, own, label)
     offset = start.offset
     try:
-        while (value := await lane.run(reader.advance)) is not _Mark.END:
-            if value is _Mark.IS_ASYNC:
+        while (value := await lane.run(reader.advance)) is not _END:
+            if value is _IS_ASYNC:
                 async with aclosing(_read_on_loop(lambda: reader.made, start, own)) as items:
                     async for item in items:
                         yield item
@@ -256,11 +256,6 @@ async def _read_on_thread(
                 await lane.run(reader.close)
         finally:
             lane.close()
-
-
-class _Mark(Enum):
-    END = "end"
-    IS_ASYNC = "is async"
 
 
 @final
@@ -287,14 +282,14 @@ class _ThreadReader:
             made = self._make()
             if isinstance(made, AsyncIterable) and not isinstance(made, Iterable):
                 self.made = made
-                return _Mark.IS_ASYNC
+                return _IS_ASYNC
             if not isinstance(made, Iterable):
                 raise TypeError(
                     f"{self._label} returned {made!r} ({type(made).__name__}), which is no "
                     "iterable of batches."
                 )
             self.iterator = iter(made)
-        value = next(self.iterator, _Mark.END)
+        value = next(self.iterator, _END)
         if self._own is not None:
             self.own_state = copy.deepcopy(self._own.state_dict())
         return value

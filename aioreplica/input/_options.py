@@ -168,7 +168,7 @@ class InputContext:
         return share
 
 
-def as_count(name: str, value: Any, *, least: int = 0, advice: str = "") -> int:
+def as_count(name: str, value: object, *, least: int = 0, advice: str = "") -> int:
     """Return `value` as an int; a bool is refused.
 
     Raises:

@@ -80,14 +80,14 @@ def router(service: OnlineService) -> APIRouter:
 
 def _endpoint(route: Route) -> Callable[[], object]:
     @final
-    class Answer(Response):  # type: ignore[misc]  # Any, since FastAPI need not be installed
+    class RouteResponse(Response):  # type: ignore[misc]  # Any, since FastAPI need not be installed
         """Lets the route's own application answer, with the request as the server gave it."""
 
         async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
             await route.app(scope, receive, send)
 
     async def endpoint() -> Response:
-        return Answer()
+        return RouteResponse()
 
     return endpoint
 

@@ -176,7 +176,7 @@ def require_owner(variables: Iterable[Variable], strategy: Any) -> None:
         )
 
 
-def written(variables: Sequence[Variable], global_step: Any) -> list[Variable]:
+def written(variables: Sequence[Variable], global_step: object) -> list[Variable]:
     """Return what a step writes for the user; TypeError if the global step is not a variable."""
     if global_step is None:
         return [*variables]

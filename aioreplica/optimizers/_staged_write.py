@@ -114,7 +114,7 @@ class StagedWrite:
         self._new[variable] = tuple(new)
         return work
 
-    def replace(self, variable: Variable, value: Any) -> None:
+    def replace(self, variable: Variable, value: object) -> None:
         """Stage one value for all components of a variable, whatever they hold now."""
         old = self._old.get(variable)
         if old is None:

@@ -68,12 +68,12 @@ class BlockingCollectives(Collectives):
         def all_to_all(self, value: Tree, axis: int = 0) -> Tree: ...
         def broadcast(self, value: Tree, source: int = 0) -> Tree: ...
         def barrier(self) -> None: ...  # type: ignore[override]
-        def any(self, flag: Any) -> bool: ...  # type: ignore[override]
+        def any(self, flag: object) -> bool: ...  # type: ignore[override]
         def all(self, flag: object) -> bool: ...  # type: ignore[override]
         def agree(self, value: T) -> T: ...  # type: ignore[override]
 
     def meet_as(
-        self, name: str, merge_fn: Callable[..., object], args: tuple[Any, ...], frame: FrameType
+        self, name: str, merge_fn: Callable[..., object], args: tuple[object, ...], frame: FrameType
     ) -> Any:
         """Do a merge_call that tables show as `name`, called at `frame`; for the library."""
         return self._call(merge_call_named(name), merge_fn, args, None, frame)
@@ -156,7 +156,7 @@ class BlockingContext(BlockingCollectives):
         group = group_of(members, own, self._group.point)
         return BlockingGroup(self._waiter, group, group.members.index(own))
 
-    def variable(self, initial_value: object, **options: Any) -> Variable:
+    def variable(self, initial_value: object, **options: object) -> Variable:
         """Create one distributed variable from inside the step; a collective.
 
         Args:

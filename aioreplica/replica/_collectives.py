@@ -85,7 +85,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
 
     def merge_call(
         self,
-        merge_fn: Callable[..., Any],
+        merge_fn: Callable[..., object],
         args: Sequence[Tree] = (),
         kwargs: dict[str, Tree] | None = None,
     ) -> Coroutine[object, None, Tree]:
@@ -321,11 +321,11 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
         """Wait until every replica is here."""
         return self._call(BARRIER, None, (None,), None, sys._getframe(1))
 
-    def any(self, flag: Any) -> Coroutine[object, None, bool]:
+    def any(self, flag: object) -> Coroutine[object, None, bool]:
         """Tell every replica whether the flag is true on at least one; for stopping together."""
         return self._call(ANY, None, (bool(flag),), None, sys._getframe(1))
 
-    def all(self, flag: Any) -> Coroutine[object, None, bool]:
+    def all(self, flag: object) -> Coroutine[object, None, bool]:
         """Tell every replica whether the flag is true on all of them."""
         return self._call(ALL, None, (bool(flag),), None, sys._getframe(1))
 
@@ -339,7 +339,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
     def _call(
         self,
         collective: Collective,
-        argument: Any,
+        argument: object,
         args: tuple[Tree, ...],
         kwargs: dict[str, Tree] | None,
         frame: FrameType | CallSite,

@@ -108,7 +108,9 @@ class ReplicaContext(Collectives):
         group = group_of(members, own, self._waiter.point)
         return GroupContext(self._waiter, group, group.members.index(own))
 
-    def variable(self, initial_value: object, **options: Any) -> Coroutine[object, None, Variable]:
+    def variable(
+        self, initial_value: object, **options: object
+    ) -> Coroutine[object, None, Variable]:
         """Create one distributed variable, the same object on every replica; a collective.
 
         Args:

@@ -206,7 +206,7 @@ class Once(Collective):
 
 
 def _call_in_merge(
-    group: SyncGroup, fn: Callable[..., object], args: list[Any], kwargs: dict[str, Any]
+    group: SyncGroup, fn: Callable[..., object], args: list[Any], kwargs: dict[str, object]
 ) -> Any:
     PLACE.set(group.merge_place)
     return fn(group.strategy, *args, **kwargs)

@@ -46,7 +46,7 @@ class Replica:
         self.replica_id = replica_id
         self.work: asyncio.Future[Any] | None = None  # Any: step functions return everything
         self.op: Op[Any] | None = None
-        self.waiting: asyncio.Task[Any] | None = None
+        self.waiting: asyncio.Task[object] | None = None
         self.cancels_before = 0
         self.sequence = 0
         self.sequences: dict[SyncGroup, int] = {}

@@ -208,7 +208,7 @@ def _nested_programs_error(runtime: Runtime, fn: object) -> ContextError:
 
 
 def _make_coroutines(
-    fn: Callable[..., Coroutine[object, None, Any]],
+    fn: Callable[..., Coroutine[object, None, object]],
     all_args: Sequence[Tree],
     all_kwargs: Sequence[dict[str, Tree]],
 ) -> list[Coroutine[object, None, object]]:

@@ -82,32 +82,38 @@ async def pipeline(
     ctx = _running_context()
     pairs = _checked(ctx, stages, micro_batches, schedule)
     own = _Part(stages[ctx.replica_id_in_sync_group], backend)
-    await _take_turns(_Place(ctx, ctx.replica_id_in_sync_group, len(stages)), own, pairs, schedule)
+    await _take_turns(ctx, len(stages), own, pairs, schedule)
     whole: _Whole = await ctx.merge_call(_put_together, (own,))
     return whole.loss, list(whole.pairs)
 
 
 async def _take_turns(
-    place: _Place, own: _Part, pairs: Sequence[tuple[object, object]], schedule: Schedule
+    ctx: ReplicaContext,
+    num_stages: int,
+    own: _Part,
+    pairs: Sequence[tuple[object, object]],
+    schedule: Schedule,
 ) -> None:
     """Do one stage's passes forward and backward, in the order of the schedule."""
-    ctx, following = place.ctx, iter(pairs)
+    index, following = ctx.replica_id_in_sync_group, iter(pairs)
+    behind = num_stages - 1 - index
+    is_first, is_last = index == 0, behind == 0
     kept: deque[tuple[Any, Any]] = deque()  # inputs and targets of a micro-batch
-    for is_forward in _turns(schedule, place.behind, len(pairs)):
+    for is_forward in _turns(schedule, behind, len(pairs)):
         if is_forward:
             inputs, targets = next(following)
-            if not place.is_first:
-                inputs = await ctx.receive(place.index - 1, FORWARD)
+            if not is_first:
+                inputs = await ctx.receive(index - 1, FORWARD)
             kept.append((inputs, targets))
-            if not place.is_last:  # its pass forward is part of the one backward
-                output = await ctx.run_on_device(_forward, own, inputs, place.is_first)
-                await ctx.send(output, place.index + 1, FORWARD)
+            if not is_last:  # its pass forward is part of the one backward
+                output = await ctx.run_on_device(_forward, own, inputs, is_first)
+                await ctx.send(output, index + 1, FORWARD)
             continue
         inputs, targets = kept.popleft()
-        arriving = None if place.is_last else await ctx.receive(place.index + 1, BACKWARD)
-        leaving = await ctx.run_on_device(_backward, own, place.is_first, inputs, targets, arriving)
-        if not place.is_first:
-            await ctx.send(leaving, place.index - 1, BACKWARD)
+        arriving = None if is_last else await ctx.receive(index + 1, BACKWARD)
+        leaving = await ctx.run_on_device(_backward, own, is_first, inputs, targets, arriving)
+        if not is_first:
+            await ctx.send(leaving, index - 1, BACKWARD)
 
 
 @final
@@ -126,31 +132,6 @@ class _Part:
     backend: str
     gradients: dict[Variable, Gradient] = field(default_factory=dict)
     losses: list[Any] = field(default_factory=list)  # Any: numbers or Weighted
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Place of a replica in the pipeline."""
-
-    ctx: ReplicaContext
-    index: int
-    num_stages: int
-
-    @property
-    def behind(self) -> int:
-        """Number of the stages behind."""
-        return self.num_stages - 1 - self.index
-
-    @property
-    def is_first(self) -> bool:
-        """True for the stage that gets the inputs."""
-        return self.index == 0
-
-    @property
-    def is_last(self) -> bool:
-        """True for the stage that gives the loss."""
-        return not self.behind
 
 
 @final

@@ -13,7 +13,7 @@ from ._execute import Outcome
 from ._report import Failure, Report
 from ._runner import Runner, same_end, same_failure
 from ._schedule import CANCELLED, HELD, Hold, Schedule
-from ._shrink import Shrunk, describe, shrink
+from ._shrink import describe, shrink
 from ._strategies import FIFO, maker_of, mix
 from ._token import TokenTooLongError, decode, encode
 from ._trace import RECENT, Trace
@@ -110,18 +110,18 @@ def explain(
     def fails(holds: Sequence[Hold]) -> bool:
         return same_failure(again, runner.run_holds(schedule, holds, limit))
 
-    found = shrink(trace, fails)
-    token, shown, ended = _told(runner, schedule, found, limit, again, trace)
+    holds, num_runs = shrink(trace, fails)
+    token, shown, ended = _told(runner, schedule, holds, limit, again, trace)
     known = [*shown.pending, *trace.pending, *trace.steps]
     assert ended.error is not None
     failure = Failure(
         ended.error,
         token,
-        describe(found.holds, shown.steps, known),
+        describe(holds or (), shown.steps, known),
         tuple(ended.order),
         tuple(shown.steps),
         report.schedules_run - 1,
-        found.num_runs,
+        num_runs,
         shown.lost,
     )
     return confirm(runner, replace(report, failed=True, failure=failure), schedule, again)
@@ -130,7 +130,7 @@ def explain(
 def _told(
     runner: Runner,
     schedule: Schedule,
-    found: Shrunk,
+    holds: tuple[Hold, ...] | None,
     limit: int | None,
     outcome: Outcome,
     trace: Trace,
@@ -140,15 +140,15 @@ def _told(
     The shrunk schedule may fail with another text. Then its own token is needed, so that a replay
     shows what is told.
     """
-    if found.is_certain:
-        ended, shrunk = runner.trace_holds(schedule, found.holds, limit)
+    if holds is not None:
+        ended, shrunk = runner.trace_holds(schedule, holds, limit)
         if same_failure(outcome, ended):
             if str(ended.error) == str(outcome.error):
-                return token_of(runner, schedule, found.holds, outcome, limit), shrunk, ended
-            token = checked_token(runner, held(schedule, found.holds), ended, limit)
+                return token_of(runner, schedule, holds, outcome, limit), shrunk, ended
+            token = checked_token(runner, held(schedule, holds), ended, limit)
             if token:
                 return token, shrunk, ended
-    return token_of(runner, schedule, found.holds, outcome, limit), trace, outcome
+    return token_of(runner, schedule, holds or (), outcome, limit), trace, outcome
 
 
 def _failed(report: Report, runner: Runner, schedule: Schedule, error: BaseException) -> Report:

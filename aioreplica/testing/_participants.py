@@ -125,7 +125,7 @@ class SimTask(RealTask[Any]):
     ) -> None:
         if loop is None:
             loop = asyncio.get_running_loop()
-        self.callback: Callable[..., Any] | None = None
+        self.callback: Callable[..., object] | None = None
         self.args: tuple[Any, ...] = ()
         self.context: Context | None = None
         self.ends_with_run = False

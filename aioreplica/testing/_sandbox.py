@@ -128,7 +128,7 @@ class Sandbox:
         self._num_runs = 0
         self._collects = False
         self._random_state: Any = None
-        self._lane_table: Any = None
+        self._lane_table: object = None
         self._source_lanes: Any = None
         self._wall: WallClock | None = None
         self._kept_clocks: dict[int, str] = {}

@@ -7,7 +7,6 @@ tried first, the longest before the others; then delta debugging removes what is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final, final
 
 from ._participants import Participant, fifo
@@ -19,22 +18,6 @@ SINGLES: Final = 60
 
 Fails = Callable[[Sequence[Hold]], bool]
 """Runs asyncio's order under holds; returns whether it fails in the same way."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Shrunk:
-    """Result of shrinking.
-
-    Attributes:
-        holds: The constraints; empty if the program fails without any, or if none are certain.
-        num_runs: How many schedules were run.
-        is_certain: Whether these constraints were seen to fail.
-    """
-
-    holds: tuple[Hold, ...]
-    num_runs: int
-    is_certain: bool
 
 
 @final
@@ -62,29 +45,35 @@ class _Trial:
         return known
 
 
-def shrink(trace: Trace, fails: Fails, max_runs: int = MAX_RUNS) -> Shrunk:
+def shrink(
+    trace: Trace, fails: Fails, max_runs: int = MAX_RUNS
+) -> tuple[tuple[Hold, ...] | None, int]:
     """Find few constraints under which a program fails as it did.
 
     Args:
         trace: That of the failing schedule.
         fails: Runs the program under constraints.
         max_runs: How often it may be run.
+
+    Returns:
+        The constraints, none if the program fails without any, None if none were seen to fail; and
+        how many schedules were run.
     """
     trial = _Trial(fails, max_runs)
     if trial(()):
-        return Shrunk((), trial.num_runs, is_certain=True)
+        return (), trial.num_runs
     holds = holds_of(trace.steps, trace.pending)
     for hold in holds[:SINGLES]:
         if trial((hold,)):
-            return Shrunk((_loosen(hold, trial),), trial.num_runs, is_certain=True)
+            return (_loosen(hold, trial),), trial.num_runs
     if not trial(holds):
-        return Shrunk((), trial.num_runs, is_certain=False)
+        return None, trial.num_runs
     kept = _minimise(holds, trial)
     if len(kept) > 1:
         for hold in stronger(kept, trace.steps):
             if trial((hold,)):
-                return Shrunk((_loosen(hold, trial),), trial.num_runs, is_certain=True)
-    return Shrunk(tuple(kept), trial.num_runs, is_certain=True)
+                return (_loosen(hold, trial),), trial.num_runs
+    return tuple(kept), trial.num_runs
 
 
 def _minimise(holds: list[Hold], trial: _Trial) -> list[Hold]:

@@ -76,7 +76,7 @@ class _VariableType(ABCMeta):
 
     if not TYPE_CHECKING:  # checkers take the signature of `Variable.__init__`
 
-        def __call__(cls, *args: Any, **kwargs: Any) -> object:
+        def __call__(cls, *args: Any, **kwargs: object) -> object:
             if cls is Variable:
                 creators = CREATORS.get()
                 if creators and len(args) == 1:
