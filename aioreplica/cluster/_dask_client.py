@@ -47,11 +47,19 @@ async def close_client(client: Any) -> None:
 
 
 def address_and_security(client: Any) -> tuple[str, object]:
-    """Return how to connect as a client does, which has to live on the running event loop."""
+    """Return how to connect as a client does, which has to live on the running event loop.
+
+    Raises:
+        ContextError: If it lives elsewhere, or is closed.
+    """
     if not client.asynchronous or client.loop.asyncio_loop is not asyncio.get_running_loop():
         raise ContextError(
             f"{client!r} does not live on the running event loop. Make it there: "
             "`await distributed.Client(address, asynchronous=True)`."
+        )
+    if client.scheduler is None:
+        raise ContextError(
+            f"{client!r} is closed. Give one that is connected, or the address of its scheduler."
         )
     return client.scheduler.address, client.security
 

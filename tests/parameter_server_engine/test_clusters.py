@@ -163,6 +163,15 @@ async def test_a_client_that_is_not_asynchronous_is_refused() -> None:
             await asyncio.to_thread(client.close)
 
 
+async def test_a_client_that_is_closed_is_refused() -> None:
+    async with dask_cluster() as cluster:
+        client = await Client(cluster, asynchronous=True)
+        await client.close()
+        with pytest.raises(ContextError, match="is closed"):
+            async with coordinating(client):
+                pass
+
+
 @pytest.mark.parametrize("how", ["address", "client"])
 async def test_a_cluster_of_this_machine_without_tls_is_warned_about(how: str) -> None:
     async with dask_cluster() as cluster, Client(cluster, asynchronous=True) as client:

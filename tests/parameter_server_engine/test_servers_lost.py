@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 import aioreplica as ar
-from aioreplica.errors import WorkerLostError
+from aioreplica.cluster import DaskClosureEngine
+from aioreplica.errors import ContextError, WorkerLostError
 from tests.parameter_server_engine import closures
 from tests.parameter_server_engine.closures import FileGate
 from tests.parameter_server_engine.conftest import coordinating, kill, pids_of
@@ -124,3 +126,37 @@ async def test_a_server_is_made_elsewhere_if_its_process_dies_meanwhile(
 
         assert pids == []
         assert await state.call("__len__") == 0
+
+
+async def test_a_strategy_that_is_closed_while_it_is_reopened_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    async with (
+        ar.CheckpointManager(tmp_path) as manager,
+        coordinating() as (strategy, _coordinator),
+    ):
+        with strategy.scope():
+            lost = ar.Variable(np.ones((4, 2)), name="lost")
+        await manager.save(1, {"lost": lost})
+        await lose(strategy, lost)
+        with pytest.raises(WorkerLostError):
+            await lost.read()
+        began, engine = asyncio.Event(), DaskClosureEngine(num_workers=1)
+        connect = engine._connect
+
+        async def connect_and_wait(num_servers: int) -> None:
+            await connect(num_servers)
+            began.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(engine, "_connect", connect_and_wait)
+        reopening = asyncio.create_task(
+            strategy.reopen(engine, manager=manager, state={"lost": lost})
+        )
+        await began.wait()
+        await strategy.aclose()
+        with pytest.raises(ContextError, match="is closed"):
+            await reopening
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert [each for each in left if "resource_tracker" not in " ".join(each.cmdline())] == []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count, cycle
 from typing import Any, final
 from uuid import uuid4
@@ -54,8 +54,8 @@ class Servers:
         replicate: Whether each server has a copy.
 
     Attributes:
-        engine: As given.
-        num_servers: As given.
+        engine, num_servers: As given.
+        require_open: Checks that the strategy is not closed, whose use would begin another cluster.
         strategy_id: Tells the strategy from others, on workers.
         epoch: Counts how often a checkpoint was restored.
         oldest: The oldest closure that is not over, as the servers were told last.
@@ -75,7 +75,7 @@ class Servers:
 
     def __init__(
         self, engine: ClosureEngine, num_servers: int, max_staleness: int | None,
-        replicate: bool = False,
+        replicate: bool, require_open: Callable[[], None],
     ) -> None:  # fmt: skip
         self.engine = engine
         self.strategy_id = uuid4().hex
@@ -83,9 +83,9 @@ class Servers:
         self.num_servers = num_servers
         self._max_staleness = max_staleness
         self._handles: dict[int, StateHandle] = {}
-        self._has_engine = False
+        self.require_open = require_open
+        self._has_engine = self.is_started = False
         self.lock = asyncio.Lock()
-        self.is_started = False
         self.variables: WeakValueDictionary[int, ServedVariable] = WeakValueDictionary()
         self.pending: dict[int, ServedVariable] = {}
         self.missing: dict[int, None] = {}
@@ -128,9 +128,11 @@ class Servers:
         """Start the cluster and place variables that are new.
 
         Raises:
+            ContextError: If the strategy is closed.
             WorkerLostError: If a parameter server was lost and not restored.
             Exception: As `ClosureEngine.start`.
         """
+        self.require_open()
         if self.is_lost:
             raise self.lost_error()
         if self.is_started and not self.pending and not self.missing:
@@ -293,14 +295,16 @@ class Servers:
         """Check that there is a cluster, on which lost servers can be made anew.
 
         Raises:
+            ContextError: If the strategy is closed.
             WorkerLostError: If it is lost.
         """
+        self.require_open()
         if self.is_lost and not self.is_reopening:
             raise self.lost_error()
 
     def give_up(self) -> None:
         """Take the cluster and all it holds for lost, until `go_back`."""
-        self._miss_all()
+        self.missing |= dict.fromkeys(sorted(self.variables.keys() - self.pending.keys()))
         self._is_left = True
 
     async def reopen(self, engine: ClosureEngine) -> None:
@@ -373,23 +377,19 @@ class Servers:
 
     async def aclose(self) -> None:
         """Let the cluster go; the variables are lost with it."""
-        was_started, self.is_started = self.is_started, False
-        self._is_left = False
+        self.is_started = False
         if self.copies is not None:
             await self.copies.aclose()
         self._handles.clear()
         await self._leave_engine()
-        if was_started:
-            self._miss_all()
+        self.give_up()
+        self._is_left = False
 
     async def _leave_engine(self) -> None:
         if self._has_engine:
             self._has_engine = False
             self.engine.release(self.strategy_id)
             await self.engine.aclose()
-
-    def _miss_all(self) -> None:
-        self.missing |= dict.fromkeys(sorted(self.variables.keys() - self.pending.keys()))
 
     def __repr__(self) -> str:
         return f"<Servers | {self.num_servers} servers, {len(self.lost_variables)} variables lost>"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol, final
 
 from ...cluster import ClosureEngine, DaskClosureEngine
+from ...devices import OwnedTask
 from ...errors import ContextError
 from ...values import Snapshot, StepGate, Variable, VariableOptions
 from .._mirrored import chosen_devices
@@ -93,14 +95,18 @@ class ParameterServerStrategy(Strategy):
         engine = _engine_of(resolver_or_client, num_workers, security)
         self._num_ps = num_ps
         self._partitioner = variable_partitioner
-        self._servers = Servers(engine, num_ps, max_staleness, replicate)
+        self._servers = Servers(engine, num_ps, max_staleness, replicate, self._require_open)
         self._coordinator: Coordinator | None = None
         self._next_closure = 0
+        self._reopening: OwnedTask[Reopened] | None = None
         super().__init__(
             chosen_devices("ParameterServerStrategy", ["cpu:0"]),
             self._new_variable,
             elsewhere=Elsewhere(self._servers),
         )
+
+    def _require_open(self) -> None:
+        self._runtime.open()
 
     # ---- variables -------------------------------------------------------------------------
 
@@ -289,8 +295,9 @@ class ParameterServerStrategy(Strategy):
             What was restored, and which closures were lost.
 
         Raises:
-            ContextError: If the strategy is closed or not begun, has lost nothing, or is being
-                reopened already.
+            ContextError: If the strategy is closed (meanwhile, too) or not begun, has lost nothing,
+                or is being reopened already.
+            TypeError: If `manager` has no method `restore`.
             ValueError: If `manager` comes without `state`, `security` without an address, or the
                 cluster has too few processes.
             CheckpointError: As `CheckpointManager.restore`.
@@ -303,6 +310,8 @@ class ParameterServerStrategy(Strategy):
         servers = self._servers
         if (manager is None) != (state is None):
             raise ValueError("reopen takes a manager together with the state that it restores.")
+        if manager is not None and not callable(getattr(manager, "restore", None)):
+            raise TypeError(f"manager must be a CheckpointManager, got {manager!r}.")
         if security is not None and resolver_or_client is None:
             raise ValueError("reopen takes security together with an address.")
         if servers.is_reopening or not servers.has_lost:
@@ -311,17 +320,31 @@ class ParameterServerStrategy(Strategy):
         engine = servers.engine
         if resolver_or_client is not None:
             engine = _engine_of(resolver_or_client, engine.num_workers or 1, security)
-        servers.is_reopening, step = True, None
+        servers.is_reopening = True
         servers.give_up()  # before the first await: cancelled from here on, all is lost
+        self._reopening = OwnedTask(self._begin_anew(engine, manager, state), "reopening")
         try:
-            if self._coordinator is not None:
-                await self._coordinator.end_with_cluster()
-            await servers.reopen(engine)
-            if manager is not None:
-                step = await manager.restore(state)
-            found = await servers.go_back(step, self.gate.next_step)
+            return await self._reopening
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is not None and not caller.cancelling():
+                self._runtime.open()  # closing it was the reason: this says so
+            raise
         finally:
-            servers.is_reopening = False
+            servers.is_reopening, self._reopening = False, None
+
+    async def _begin_anew(
+        self, engine: ClosureEngine, manager: Manager | None, state: object
+    ) -> Reopened:
+        step = None
+        if self._coordinator is not None:
+            await self._coordinator.end_with_cluster()
+        await self._servers.reopen(engine)
+        if manager is not None:
+            step = await manager.restore(state)
+        found = await self._servers.go_back(step, self.gate.next_step)
+        self._runtime.open()
+        self._servers.is_reopening = False
         if self._coordinator is not None:
             self._coordinator.begin_with_cluster()
         return found
@@ -332,7 +355,12 @@ class ParameterServerStrategy(Strategy):
             await super().aclose()
         finally:
             if self._runtime.lifecycle.state == "closed":
-                await self._servers.aclose()
+                try:
+                    if self._reopening is not None:
+                        self._reopening.cancel()
+                        await self._reopening.ended()
+                finally:
+                    await self._servers.aclose()
 
     def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
         raise TypeError(f"{self!r} cannot be copied: a cluster is its own. Make another one.")

@@ -315,6 +315,42 @@ async def test_one_that_is_cancelled_while_it_waits_for_servers_leaves_all_lost(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("where", ["cluster", "checkpoint", "end"])
+async def test_closing_the_strategy_ends_it(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with program(tmp_path) as it:
+        await it.learned(2)
+        await it.saved.save(1, it.state)
+        it.engine.lose_cluster()
+        servers, reached, other = it.strategy.servers, asyncio.Event(), LocalClosureEngine(2)
+        thing, name = {
+            "cluster": (other, "start"),
+            "checkpoint": (it.saved, "restore"),
+            "end": (servers, "go_back"),
+        }[where]
+        call = getattr(thing, name)
+
+        async def reach_and_wait(*args: Any) -> None:
+            await call(*args)
+            reached.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(thing, name, reach_and_wait)
+        reopening = asyncio.ensure_future(it.reopen(other))
+        await reached.wait()
+        await it.strategy.aclose()
+        with pytest.raises(ContextError, match="is closed"):
+            await reopening
+        assert not servers.is_started
+        assert not servers.is_reopening
+        with pytest.raises(ContextError, match="closed"):
+            await it.table.read()
+        assert it.engine._num_users == 0
+        assert other._num_users == (where == "cluster")  # its start was not seen to the end
+
+
+@pytest.mark.asyncio
 async def test_who_waits_hears_of_the_loss(tmp_path: Path) -> None:
     async with program(tmp_path) as it:
         gate = Gate()
@@ -356,6 +392,8 @@ async def test_what_cannot_be_reopened_is_refused(tmp_path: Path) -> None:
         for options in ({"manager": it.saved}, {"state": it.state}, {"security": object()}):
             with pytest.raises(ValueError, match="together with"):
                 await it.strategy.reopen(**options)
+        with pytest.raises(TypeError, match="must be a CheckpointManager, got 'steps'"):
+            await it.strategy.reopen(manager="steps", state=it.state)
         with pytest.raises(CheckpointError):
             await it.reopen()  # nothing was saved
         await assert_lost(it)

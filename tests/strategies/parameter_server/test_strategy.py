@@ -245,6 +245,20 @@ async def test_values_are_not_in_the_program() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_variable_of_a_closed_strategy_begins_no_cluster(tmp_path: Path) -> None:
+    engine = LocalClosureEngine(1)
+    async with ar.CheckpointManager(tmp_path) as manager:
+        async with ar.ParameterServerStrategy(engine) as strategy:
+            with strategy.scope():
+                w = ar.Variable(np.zeros(2), name="w")
+            await w.read()
+        for call in (w.read, lambda: w.assign(np.ones(2)), lambda: manager.save(1, {"w": w})):
+            with pytest.raises(ContextError, match="is closed"):
+                await call()
+            assert engine._num_users == 0
+
+
+@pytest.mark.asyncio
 async def test_arguments_that_cannot_be_pickled_are_named() -> None:
     lock = threading.Lock()
     async with opened(1) as (_, coordinator):
