@@ -295,9 +295,7 @@ async def test_numbers_are_asked_for_step_by_step() -> None:
     [True, np.True_, np.int8(100), np.int16(20_000), np.uint8(200), 2**31 - 1],
     ids=lambda weight: f"{type(weight).__name__}-{weight}",
 )
-async def test_a_sum_of_small_integer_weights_does_not_wrap(weight: Any, as_array: bool) -> None:
-    if as_array and type(weight) is int:
-        pytest.skip("an array of that dtype has no room for a sum of two")
+async def test_a_sum_of_integer_weights_does_not_wrap(weight: Any, as_array: bool) -> None:
     found = []
     for options in ({}, {"compile": "jax"}):
         async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:

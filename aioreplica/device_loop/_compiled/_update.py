@@ -470,10 +470,18 @@ def _merged(
 
 
 def _wide(weight: Any) -> Traced:
-    """Return a weight, of small integers in a dtype in which a sum of them does not wrap."""
+    """Return a weight, of integers in a dtype in which a sum of them does not wrap.
+
+    Where jax has no wider integers, those of 32 bits become float32: what is summed is rounded to
+    the dtype of a gradient in any case.
+    """
     found = jnp.asarray(weight)
-    is_small = found.dtype.kind in "iub" and found.dtype.itemsize < 4
-    return found.astype(jnp.int32) if is_small else found
+    if found.dtype.kind not in "iub" or found.dtype.itemsize > 4:
+        return found
+    if found.dtype.itemsize < 4:
+        return found.astype(jnp.int32)
+    wide = jax.dtypes.canonicalize_dtype(np.int64)
+    return found.astype(wide if wide.itemsize == 8 else jnp.float32)
 
 
 def _sum_of_equal(weight: Any, count: int) -> np.number[Any]:
