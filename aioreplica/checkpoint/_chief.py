@@ -185,7 +185,8 @@ async def write_together(
     Raises:
         CheckpointNotCommittedError: If a worker could not write; what was there before still is.
         CheckpointUncertainError: As for `write_cut`.
-        WorkerLostError: If a worker was cancelled meanwhile, or is gone.
+        WorkerLostError: If a worker was cancelled meanwhile, or is gone; with a note if the step
+            may have been saved all the same.
 
     Cancellation:
         Tells the other workers. Before the manifest takes its name nothing is saved.
@@ -196,6 +197,11 @@ async def write_together(
         await _agreed(workers, f"step {step} in parts", saving.take)
     except BaseException as error:
         await run_all([saving.writer.clean_up], Stop(), shielded=True)
+        if isinstance(error, WorkerLostError) and saving.may_be_saved:
+            error.add_note(
+                f"Step {step} may have been saved in {storage}, or not: its manifest was being "
+                "written. `steps()` tells."
+            )
         if isinstance(error, (OSError, MemoryError)) and not isinstance(
             error, (CheckpointError, WorkerLostError)
         ):
@@ -217,6 +223,7 @@ class _Together:
     stop: Stop
     writer: StepWriter
     left: list[str] = field(default_factory=list)
+    may_be_saved: bool = False
 
     @property
     def _doing(self) -> str:
@@ -229,8 +236,7 @@ class _Together:
         sequence, mark, self.writer.attempt = json.loads(begun[0])
         claim = Claim(sequence, self.step)
         look = partial(self._look, claim, mark)
-        if not is_first:
-            self.writer.claimed = claim, mark
+        self.writer.claimed = claim, mark
         seen = await self._stage(turn, "the directory", None if is_first else look)
         blind = [rank for rank, found in enumerate(seen) if rank and not found]
         if blind:
@@ -242,6 +248,7 @@ class _Together:
             self.writer.worker = turn.rank
             _keep_share(self.cut, turn.rank)
         shares = await _done_by_all(turn, self._doing, "the files", self._write)
+        self.may_be_saved = True
         commit = partial(self._commit, shares)
         await self._stage(turn, "the manifest", commit if is_first else None)
         if not is_first:

@@ -148,3 +148,13 @@ def mark_of(storage: Storage, claim: Claim) -> bytes:
     with suppress(OSError, DamagedError):
         return read_all(storage, claim.name, _MAX_MARK_BYTES)
     return b""
+
+
+def is_gone(storage: Storage, claim: Claim, mark: str) -> bool:
+    """Tell whether a claim was given up, or its step replaced: nothing uses its files; blocks."""
+    try:
+        return read_all(storage, claim.name, _MAX_MARK_BYTES).decode(errors="replace") != mark
+    except FileNotFoundError:
+        return True
+    except Exception:  # noqa: BLE001 - whatever it is, that cannot be told
+        return False

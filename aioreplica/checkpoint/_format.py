@@ -34,7 +34,9 @@ MAX_DIMENSIONS = 32
 MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as that package takes it
 
 STEP_FOLDER = re.compile(r"step-([0-9]{10}|[1-9][0-9]{10,17})")
-DATA_FILE = re.compile(r"data-([0-9]{4,9})(?:-w[0-9]{3,9})?-[0-9]{3,9}\.safetensors")
+DATA_FILE = re.compile(
+    r"data-([0-9]{4,9})(?:-w[0-9]{3,9}(?:-[0-9a-f]{8})?)?-[0-9]{3,9}\.safetensors"
+)
 
 _PREFIX = b'{"crc32":"'
 _MIDDLE = b'","manifest":'

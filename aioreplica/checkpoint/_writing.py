@@ -19,7 +19,7 @@ import numpy as np
 
 from ..errors import CheckpointError, CheckpointNotCommittedError, CheckpointUncertainError
 from ..tree import Array
-from ._claims import Claim, mark_of, pin_name, read_listing
+from ._claims import Claim, is_gone, pin_name, read_listing
 from ._format import (
     CHUNK_BYTES,
     DATA_FILE,
@@ -44,7 +44,7 @@ from ._format import (
 from ._lane import LANE, NUM_THREADS, Pace, Stop, run_all
 from ._retry import RetriedStorage, new_stop
 from ._state import Cut, StoredTensor, dtype_name
-from ._storage import BLOCK_BYTES, Sink, Storage, read_all
+from ._storage import BLOCK_BYTES, Sink, Storage, opened, read_all
 
 T = TypeVar("T")
 UNNAMED = f"{MANIFEST}.tmp"  # see LocalStorage.replace
@@ -142,7 +142,7 @@ class StepWriter:
     Attributes:
         attempt: Number of this save among those of the step.
         worker: The one that writes its share; None for one that writes all.
-        claimed: The claim of another worker that it writes under, and its mark; None if its own.
+        claimed: The claim that workers write their shares under, and its mark; None for one writer.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class StepWriter:
     def files(self) -> list[Callable[[], FileRecord]]:
         """Return what writes each file, under a name that is not there yet."""
         self._groups = _in_files(self._cut)
-        who = "" if self.worker is None else f"-w{self.worker:03d}"
+        who = "" if self.worker is None else f"-w{self.worker:03d}{self._tag}"
         names = [
             f"data-{self.attempt:04d}{who}-{i:03d}.safetensors" for i in range(len(self._groups))
         ]
@@ -217,7 +217,11 @@ class StepWriter:
         )
 
     def add_shares(self, shares: Sequence[bytes]) -> list[FileRecord]:
-        """Take over what all workers have written, in rank order; return all files."""
+        """Take over what all workers have written, in rank order; return all files.
+
+        Raises:
+            OSError: If a file is not there, or has another length, as this worker sees it.
+        """
         files: list[FileRecord] = []
         for data in shares:
             own, tensors = parse_share(data)
@@ -226,6 +230,8 @@ class StepWriter:
                     there = record._replace(file=record.file + len(files))
                     self._stored[key].setdefault(number, StoredTensor(there, ((), "")))
             files += own
+        for file in files:
+            _require_size(self._storage, f"{self._folder}/{file.name}", file.bytes)
         return files
 
     def _retry_file(self, number: int, name: str) -> FileRecord:
@@ -239,8 +245,7 @@ class StepWriter:
             try:
                 return self._write_file(number, name)
             except OSError:
-                if self._is_claimed():
-                    self._bare.remove(f"{self._folder}/{name}")
+                self._bare.remove(f"{self._folder}/{name}")
                 raise
 
         return self._retried.again(once)
@@ -278,13 +283,7 @@ class StepWriter:
         finally:
             sink.discard()
         # A storage that loses a write is found before the step is removed that this one replaces.
-        source = self._bare.open(path)
-        try:
-            found = source.size
-        finally:
-            source.close()
-        if found != size:
-            raise OSError(errno.EIO, f"{found} bytes instead of {size}", path)
+        _require_size(self._bare, path, size)
         return FileRecord(name, size, crc, len(header), header_crc)
 
     def _write_run(
@@ -360,18 +359,19 @@ class StepWriter:
     def clean_up(self) -> None:
         """Remove what was written, as far as that is possible, unless it may be saved.
 
-        A worker that was taken for lost leaves it: without its claim a name may be that of another.
+        The share of a worker that was taken for lost is not once the claim is gone.
         """
-        if self._may_be_saved or not self._is_claimed():
-            return
         is_first, names = self._sequence >= 0, self._made
+        is_free = not is_first and self.claimed is not None and is_gone(self._bare, *self.claimed)
+        if self._may_be_saved and not is_free:
+            return
         if is_first:
             with suppress(Exception):
                 self._bare.remove(Claim(self._sequence, self._step).name)
         if is_first and self.worker is not None:
             with suppress(Exception):  # those of other workers, which may be gone
                 all_names = self._bare.list(self._folder)
-                names = [n for n in all_names if n.startswith(f"data-{self.attempt:04d}-")]
+                names = [name for name in all_names if f"{self._tag}-" in name]
         for name in names:
             with suppress(Exception):  # what stopped the save is raised, and nothing else
                 self._bare.remove(f"{self._folder}/{name}")
@@ -379,14 +379,10 @@ class StepWriter:
             if is_first and not self._bare.list(self._folder):
                 self._bare.remove_folder(self._folder)
 
-    def _is_claimed(self) -> bool:
-        """Tell whether the claim is still there, so that the names are those of this save."""
-        if self.claimed is None:
-            return True
-        claim, mark = self.claimed
-        with suppress(Exception):
-            return mark_of(self._bare, claim).decode(errors="replace") == mark
-        return False
+    @property
+    def _tag(self) -> str:
+        """Part of the names of shares that no other attempt has, though it has the same number."""
+        return "" if self.claimed is None else f"-{zlib.crc32(self.claimed[1].encode()):08x}"
 
     def _require_in_place(self, path: str, data: bytes, failure: Exception | None) -> None:
         """Read the manifest back, and find out whether the step is saved.
@@ -410,6 +406,13 @@ class StepWriter:
         self._may_be_saved = False
         error = failure or OSError(errno.EIO, "What was written cannot be read back", path)
         raise not_committed(self._storage, self._step, error) from failure
+
+
+def _require_size(storage: Storage, path: str, size: int) -> None:
+    with opened(storage, path) as source:
+        found = source.size
+    if found != size:
+        raise OSError(errno.EIO, f"{found} bytes instead of {size}", path)
 
 
 _NOTHING: Array = np.empty(0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import threading
 import warnings
 from collections.abc import Callable
@@ -93,7 +94,9 @@ async def save_two_steps(strategy: ar.Strategy, directory: Any, **options: Any) 
 
 
 def names_of(folder: Path, step: int = 2) -> list[str]:
-    return sorted(path.name for path in (folder / f"step-{step:010d}").iterdir())
+    """Return the names of files, without what the claim of their save has given to them."""
+    found = (folder / f"step-{step:010d}").iterdir()
+    return sorted(re.sub("-[0-9a-f]{8}(-[0-9]{3}[.])", r"\1", path.name) for path in found)
 
 
 # ---- what is written, and who reads it -----------------------------------------------------------
@@ -121,7 +124,7 @@ async def test_each_worker_writes_its_part(tmp_path: Path, wait: bool) -> None:
     assert "parts" not in entries["model/large"]
     assert "parts" not in entries["hits"]
     safetensors = pytest.importorskip("safetensors.numpy")
-    [path] = tmp_path.glob("step-*/data-0001-w001-000.safetensors")
+    [path] = tmp_path.glob("step-*/data-0001-w001-*-000.safetensors")
     found = safetensors.load_file(path)
     assert found["model/table#1"].tolist() == whole[4:8].tolist()
 
@@ -262,7 +265,7 @@ async def test_a_slice_opens_the_files_it_needs_only(tmp_path: Path) -> None:
     manager = ar.CheckpointManager(tmp_path)
 
     assert (await manager.read(2, "model/table", np.s_[4:8])).shape == (4, 3)
-    with pytest.raises(CheckpointError, match=r"data-0001-w002-000.*cannot be read"):
+    with pytest.raises(CheckpointError, match=r"data-0001-w002-.*-000.*cannot be read"):
         await manager.read(2, "model/table", np.s_[4:9])
 
 
@@ -297,7 +300,7 @@ async def test_damage_of_one_part_is_named_and_passed_over_by_all(tmp_path: Path
     path.write_bytes(data)
 
     manager = ar.CheckpointManager(tmp_path)
-    with pytest.raises(CheckpointError, match=r"'model/table#1' in data-0001-w001-000"):
+    with pytest.raises(CheckpointError, match=r"'model/table#1' in data-0001-w001-.*-000"):
         await manager.verify(2)
     assert (await manager.read(2, "model/table", 1)).tolist() == [3.0, 4.0, 5.0]
     with pytest.warns(RuntimeWarning, match=r"step 2 \(.*model/table#1"):
@@ -372,6 +375,75 @@ async def test_a_worker_that_ends_while_it_writes_leaves_no_step(
     assert all(path.name.startswith("data-") for path in left)
     if how == "fails":
         assert not left
+
+
+async def test_two_attempts_share_no_name_although_they_have_one_number(tmp_path: Path) -> None:
+    async def program(strategy: ar.Strategy) -> None:
+        training = Training(strategy)
+        storage: Any = FaultyStorage(LocalStorage(tmp_path), OSError, None)
+        listed = storage.list
+        async with ar.CheckpointManager(storage) as manager:
+            await manager.save(2, training.state)
+            # As a store that lists late.
+            storage.list = lambda folder: [] if folder.startswith("step-") else listed(folder)
+            await manager.save(2, training.state)
+
+    await on_workers(2, 1, program)
+
+    assert len({path.name for path in tmp_path.glob("step-*/data-0001-*")}) == 4
+    await ar.CheckpointManager(tmp_path).verify(2)
+
+
+@pytest.mark.parametrize("how", ["is missing", "is cut short"])
+async def test_parts_that_the_first_worker_does_not_see_are_not_committed(
+    tmp_path: Path, how: str
+) -> None:
+    async def program(strategy: ar.Strategy) -> Any:
+        training = Training(strategy)
+        storage: Any = FaultyStorage(LocalStorage(tmp_path), OSError, None)
+        async with ar.CheckpointManager(storage) as manager:
+            await manager.save(1, training.state)
+            if rank_of(strategy) == 1:
+                storage.sync = lambda folder: lose_file(tmp_path / folder)
+            with pytest.raises(CheckpointNotCommittedError) as raised:
+                await manager.save(2, training.state)
+        return str(raised.value)
+
+    def lose_file(folder: Path) -> None:
+        [path] = folder.glob("data-*-w001-*")
+        if how == "is missing":
+            path.unlink()
+        else:
+            path.write_bytes(path.read_bytes()[:-1])
+
+    first, second = await on_workers(2, 1, program)
+
+    assert "w001" in first
+    assert second.startswith("Worker 0 could not save step 2: ")
+    assert ar.CheckpointManager(tmp_path).steps() == (1,)
+
+
+async def test_a_worker_lost_while_the_manifest_is_written_is_said_to_leave_it_open(
+    tmp_path: Path,
+) -> None:
+    async def program(strategy: ar.Strategy) -> Any:
+        training = Training(strategy)
+        storage: Any = FaultyStorage(LocalStorage(tmp_path), OSError, None)
+        loop, replace = asyncio.get_running_loop(), storage.replace
+
+        def replace_and_lose(path: str, data: bytes) -> None:
+            replace(path, data)
+            loop.call_soon_threadsafe(lose, strategy)
+
+        storage.replace = replace_and_lose
+        async with ar.CheckpointManager(storage) as manager:
+            with pytest.raises(WorkerLostError) as raised:
+                await manager.save(2, training.state)
+        return raised.value.__notes__
+
+    for notes in await outcomes(strategies(2, 1), [program] * 2):
+        assert any("Step 2 may have been saved in" in note for note in notes)
+    assert ar.CheckpointManager(tmp_path).steps() == (2,)
 
 
 @pytest.mark.parametrize("call", ["save", "save of parts", "restore"])

@@ -137,11 +137,11 @@ def test_parts_of_several_workers_are_shown_and_one_that_is_damaged_is_named(
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     code, out, _ = run("verify", tmp_path)
     assert code == 1
-    assert "'table#1' in data-0001-w001-000.safetensors fails its checksum" in out
+    assert f"'table#1' in {path.name} fails its checksum" in out
     path.unlink()
     code, out, _ = run("ls", tmp_path)
     assert code == 1
-    assert "data-0001-w001-000.safetensors cannot be read" in out
+    assert f"{path.name} cannot be read" in out
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "show"])
