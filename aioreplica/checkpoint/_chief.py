@@ -95,22 +95,31 @@ async def take_common_cut(
     return cut, workers
 
 
-async def _bring_together(cut: Cut, wire: Wire, _slots: Sequence[bytes]) -> None:
+def _room_for_all(cut: Cut) -> dict[str, Array]:
+    """Return arrays for divided variables as a whole: in an exchange a failure ends the group."""
+    return {
+        key: np.empty(division.shape, cut.arrays[key][0].dtype)
+        for key, division in cut.divisions.items()
+    }
+
+
+async def _bring_together(
+    cut: Cut, room: Mapping[str, Array], wire: Wire, _slots: Sequence[bytes]
+) -> None:
     """Put divided variables as a whole into the cut of the first worker, who writes them.
 
     Parts come one by one, so that the others never have more of a variable than a part.
     """
     for key, division in cut.divisions.items():
         variable, part = cut.entries[key].thing, cut.arrays[key][0]
-        whole = np.empty(0, part.dtype)
-        if division.rank == 0:
-            whole = np.empty(division.shape, part.dtype)
+        whole = room.get(key)
         for rank, (begin, end) in enumerate(division.ranges):
             found = await variable.part_from(wire, rank, part)
-            if whole.size:
+            if whole is not None:
                 whole.reshape(-1)[begin:end] = found
-        whole.flags.writeable = False
-        cut.arrays[key] = [whole]
+        if whole is not None:
+            whole.flags.writeable = False
+            cut.arrays[key] = [whole]
     cut.divisions.clear()
 
 
@@ -240,7 +249,14 @@ class _Together:
         seen = await self._stage(turn, "the directory", None if is_first else look)
         blind = [rank for rank, found in enumerate(seen) if rank and not found]
         if blind:
-            bring: Carry[None] = partial(_bring_together, self.cut)
+            room: dict[str, Array] = {}
+
+            def make_room() -> bytes:
+                room.update(_room_for_all(self.cut))
+                return b""
+
+            await self._stage(turn, "room for all parts", make_room if is_first else None)
+            bring: Carry[None] = partial(_bring_together, self.cut, room)
             await turn.exchange(b"", bring, what="parts")
             if not is_first:
                 self.cut.arrays.clear()

@@ -7,13 +7,14 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import aioreplica as ar
-from aioreplica.checkpoint import LocalStorage
+from aioreplica.checkpoint import LocalStorage, _chief
 from aioreplica.checkpoint._format import CHUNK_BYTES
 from aioreplica.devices import list_devices
 from aioreplica.errors import (
@@ -392,6 +393,29 @@ async def test_two_attempts_share_no_name_although_they_have_one_number(tmp_path
 
     assert len({path.name for path in tmp_path.glob("step-*/data-0001-*")}) == 4
     await ar.CheckpointManager(tmp_path).verify(2)
+
+
+async def test_parts_that_do_not_fit_into_the_first_worker_are_not_saved_on_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(shape: Any, dtype: Any) -> Any:
+        if shape == (ROWS, 3):
+            raise MemoryError("Unable to allocate")
+        return np.empty(shape, dtype)
+
+    monkeypatch.setattr(_chief, "np", SimpleNamespace(empty=full, stack=np.stack))
+
+    async def program(strategy: ar.Strategy) -> Any:
+        training = Training(strategy)
+        async with ar.CheckpointManager(tmp_path / f"{rank_of(strategy)}") as manager:
+            with pytest.raises(CheckpointNotCommittedError) as raised:
+                await manager.save(2, training.state)
+            return str(raised.value)
+
+    first, second = await outcomes(strategies(2, 1), [program] * 2)
+
+    assert "Unable to allocate" in first
+    assert second == "Worker 0 could not save step 2: MemoryError: Unable to allocate"
 
 
 @pytest.mark.parametrize("how", ["is missing", "is cut short"])
