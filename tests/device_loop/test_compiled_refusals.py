@@ -132,6 +132,40 @@ async def test_awaiting(pair: ar.Strategy) -> None:
     assert w.version == 0
 
 
+async def test_averages_and_rows_of_a_variable(pair: ar.Strategy) -> None:
+    with pair.scope():
+        w = ar.Variable(np.ones(4, np.float32), aggregation="mean")
+        average = ar.optimizers.ExponentialMovingAverage([w], decay=0.9)
+
+    def averages(ctx: ar.MultiStepContext, x: Any) -> None:
+        average.blocking.update()
+
+    rows = np.ones(1, np.float32)
+
+    def scatters(ctx: ar.MultiStepContext, x: Any) -> None:
+        w.blocking.scatter_update(ar.IndexedSlices(rows, np.array([0]), (4,)))
+
+    with pytest.raises(ContextError, match=r"update was called in a step that run_steps compiles"):
+        await pair.run_steps(averages, iter([element()]), 1, compile="jax")
+    with pytest.raises(TypeError, match="with IndexedSlices cannot be compiled"):
+        await pair.run_steps(scatters, iter([element()]), 1, compile="jax")
+    assert w.version == 0
+
+
+async def test_a_slice_of_a_variable_is_that_of_its_value_in_the_step(pair: ar.Strategy) -> None:
+    with pair.scope():
+        w, first = (ar.Variable(np.zeros(4, np.float32), aggregation="mean") for _ in range(2))
+
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        w.blocking.assign_add(jnp.asarray(x) + 1)
+        first.blocking.assign(jnp.tile(w[1:3], 2))
+
+    await pair.run_steps(step, iter([element()] * 3), 3, compile="jax")
+
+    assert w.value.tolist() == [3.0, 6.0, 9.0, 12.0]
+    assert first.value.tolist() == [6.0, 9.0, 6.0, 9.0]
+
+
 async def test_a_refused_step_gives_its_element_back(pair: ar.Strategy) -> None:
     iterator = iter([element(), element()])
     with pytest.raises(TypeError):
