@@ -132,6 +132,10 @@ class Elsewhere:
             for variable in restored:
                 variable.leave_home()
         self.leave_home()
+        progress = self._servers.progress
+        cuts = (progress.found(v.store.gate.next_step) for v in restored[:1])
+        if not self._servers.is_reopening and (cut := next(cuts, None)) is not None:
+            progress.go_back(None, cut)  # what that undoes is not to be told by a later reopening
 
     def _restored_slots(
         self, composites: Iterable[Any]

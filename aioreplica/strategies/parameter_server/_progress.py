@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar, final
+from typing import NamedTuple, Protocol, final
 
 from ._splits import Leases
 
@@ -26,9 +26,6 @@ class Numbered(Protocol):
 
     number: int
     fn_name: str
-
-
-NumberedT = TypeVar("NumberedT", bound=Numbered)
 
 
 @final

@@ -233,7 +233,7 @@ class ClosureRunner:
                 self.fail(error, closure)
                 return
             self.queue.drop(_now(), closure)
-            self._end(self._tell_and_settle([closure], error, closure, is_alone=True))
+            self._end([closure], error, closure, is_alone=True)
 
     def fail(self, error: BaseException, failed: ScheduledClosure | None = None) -> None:
         """Cancel what is not over; the next `schedule` or `join` raises the error.
@@ -242,17 +242,21 @@ class ClosureRunner:
         """
         if isinstance(error, WorkerLostError):
             error = self._strategy.servers.noticed(error)
-        closures = self._strategy.servers.lose(self.queue.failed(_now(), error))
-        self._end(self._tell_and_settle(closures, error, failed))
+        self._end(self.queue.failed(_now(), error), error, failed)
 
-    def _end(self, work: Any) -> None:
+    def _end(
+        self, closures: list[ScheduledClosure], error: BaseException,
+        failed: ScheduledClosure | None, *, is_alone: bool = False,
+    ) -> None:  # fmt: skip
+        self._strategy.servers.lose(closures)
+        work = self._tell_and_settle(closures, error, failed, is_alone)
         task = OwnedTask[None](work, "end of closures after an error")
         self._ends.add(task)
         task.when_done(lambda _error: self._ends.discard(task))
 
     async def _tell_and_settle(
         self, closures: list[ScheduledClosure], error: BaseException,
-        failed: ScheduledClosure | None, *, is_alone: bool = False,
+        failed: ScheduledClosure | None, is_alone: bool,
     ) -> None:  # fmt: skip
         waiting = [c.submission for c in closures if c.submission and c.began_s is None]
         is_of_all = failed is None and isinstance(error, WorkerLostError)
@@ -283,13 +287,7 @@ class ClosureRunner:
             self.fail(error)
 
     def _ended(self, closure: ScheduledClosure) -> None:
-        closure.abort = None  # else it is a circle, which keeps the result until it is collected
-        if not closure.settled.done():
-            closure.settled.set_result(None)
-        elif closure.settled.exception() is not None:
-            closure.call = Packed(b"", ())  # a RemoteValue may live long
-            if closure.began_s is None:
-                closure.submission = None
+        _let_go(closure)
         self._strategy.closure_ended(closure)
 
     async def make_again(self, closure: ScheduledClosure) -> None:
@@ -524,6 +522,17 @@ def _wake(waiter: asyncio.Future[BaseException | None]) -> bool:
         return False
     waiter.set_result(None)
     return True
+
+
+def _let_go(closure: ScheduledClosure) -> None:
+    """Keep of a closure that is over what its RemoteValue needs, which may live long."""
+    closure.abort = None  # else it is a circle, which keeps the result until it is collected
+    if not closure.settled.done():
+        closure.settled.set_result(None)
+    elif closure.settled.exception() is not None:
+        closure.call = Packed(b"", ())
+        if closure.began_s is None:
+            closure.submission = None
 
 
 def _settle_again(closure: ScheduledClosure, error: BaseException | None) -> None:

@@ -29,7 +29,7 @@ from ._messages import (
     Spec,
 )
 from ._partition import ServedRows
-from ._progress import ClosureProgress, NumberedT, Reopened
+from ._progress import ClosureProgress, Numbered, Reopened
 from ._server import ParameterServer
 from ._variables import ServedVariable, split_value
 
@@ -239,11 +239,10 @@ class Servers:
         """True if the cluster was lost, until all of it was made anew."""
         return self._is_left or (self.is_started and self.engine.lost is not None)
 
-    def lose(self, closures: list[NumberedT]) -> list[NumberedT]:
-        """Note closures that end with an error, if something is lost; return them."""
+    def lose(self, closures: Iterable[Numbered]) -> None:
+        """Note closures that end with an error, if something is lost."""
         if self.has_lost:
             self.progress.lost(closures)
-        return closures
 
     @property
     def has_lost(self) -> bool:

@@ -45,7 +45,7 @@ async def learn_in_coroutine(job: tuple[Any, Any, Any], gate: Gate) -> int:
 def add(count: Any, gate: Gate | None = None) -> None:
     if gate is not None:
         gate.pass_through()
-    count.assign_add(1.0)
+    count.assign_add(np.ones(count.shape))
 
 
 class Program:
@@ -312,6 +312,46 @@ async def test_one_that_is_cancelled_while_it_waits_for_servers_leaves_all_lost(
         await assert_lost(it)
         assert (await it.reopen()).step == 1
         await it.learned(1)
+
+
+@pytest.mark.asyncio
+async def test_closures_that_a_restore_has_undone_are_not_told_again(tmp_path: Path) -> None:
+    async with program(tmp_path) as it:
+        await it.learned(2)
+        await it.saved.save(1, it.state)
+        await it.learned(2)
+        gate = Gate()
+        await it.learn(2, gate)
+        await gate.reached(2)
+        it.engine.lose_server(1)  # the other keeps the leases of iterators
+        gate.open()
+        with pytest.raises(WorkerLostError):
+            await it.coordinator.join()
+        await it.saved.restore(it.state)
+        later = await it.learn(3)
+        await it.coordinator.join()
+        assert len(await it.coordinator.fetch(later)) == 3
+        it.engine.lose_cluster()
+        found = await it.reopen()
+        assert (found.num_undone, found.unfinished) == (3, ())
+        assert found.iterators
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("what", ["lose_cluster", "lose_server"])
+async def test_isolated_closures_that_were_lost_are_told(tmp_path: Path, what: str) -> None:
+    async with program(tmp_path) as it:
+        await it.saved.save(1, it.state)
+        gate = Gate()
+        for _ in range(3):
+            last = await it.coordinator.schedule(add, (it.table, gate), isolate=True)
+        await gate.reached(2)
+        getattr(it.engine, what)(*((1,) if what == "lose_server" else ()))
+        gate.open()
+        with pytest.raises(WorkerLostError):
+            await last.fetch()
+        found = await it.reopen()
+        assert found.unfinished == ("add #0", "add #1", "add #2")
 
 
 @pytest.mark.asyncio
