@@ -36,6 +36,7 @@ DIGEST_BYTES = 16
 _HEADER = struct.Struct(f"<4sBHqqi{DIGEST_BYTES}s{NAME_BYTES}s")
 _HEADER_AND_SLOT = _HEADER.size + SLOT_BYTES
 MAX_FOLLOWERS = 31
+_KEPT_CHARACTERS = 4096  # of texts that are kept with their hash; `agree` takes longer ones
 _LINK_BYTES = 8
 _CHAIN_BYTES = MAX_FOLLOWERS * _LINK_BYTES
 # So that arrays behind it are aligned.
@@ -285,14 +286,21 @@ def arrays_behind(row: npt.NDArray[np.uint8], runs: Sequence[Sequence[Array]]) -
     return found
 
 
-@lru_cache(maxsize=256)
 def digest_of(*texts: str) -> bytes:
     """Return a hash of texts that differs if one of them does."""
+    is_short = sum(map(len, texts)) <= _KEPT_CHARACTERS
+    return _kept_digest_of(*texts) if is_short else _new_digest_of(*texts)
+
+
+def _new_digest_of(*texts: str) -> bytes:
     digest = blake2b(digest_size=DIGEST_BYTES)
     for text in texts:
         data = text.encode("utf-8", "surrogatepass")
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.digest()
+
+
+_kept_digest_of = lru_cache(maxsize=256)(_new_digest_of)
 
 
 def cut_text(text: str, size: int) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias, final
 
@@ -29,7 +29,7 @@ from ..collectives import (
     widen_halves,
 )
 from ..context import PLACE, Place
-from ..tree import LEAF_SPEC, DType, TreeSpec, flatten, flatten_arrays, paths, unflatten
+from ..tree import LEAF_SPEC, TreeSpec, flatten, flatten_arrays, paths, unflatten
 from ..typing import ReduceOp
 from ..values import flatten_summands, read_at
 from ._meeting import Call, Collective, Parts, Pending, SyncGroup
@@ -236,7 +236,7 @@ class Reducing(Collective):
         """Describe the operator, options, structure, dtypes and shapes."""
         leaves, spec, _ = call.args
         if spec is LEAF_SPEC and type(leaf := leaves[0]) is np.ndarray:
-            return _array_signature(self, call.argument, leaf.dtype, leaf.shape)
+            return f"{self.detail(call.argument)}; {form_text(leaf.dtype, leaf.shape)}"
         return f"{self.detail(call.argument)}; {payload_signature(leaves, spec, summand_text)}"
 
     def across(
@@ -286,13 +286,6 @@ class Reducing(Collective):
         if isinstance(reduced, list):
             return self._hand_out(calls, None, reduced)
         return Pending(reduced, partial(self._hand_out, calls, None))
-
-
-@lru_cache(maxsize=256)
-def _array_signature(
-    kind: Reducing, argument: Reduction, dtype: DType, shape: tuple[int, ...]
-) -> str:
-    return f"{kind.detail(argument)}; {form_text(dtype, shape)}"
 
 
 def _share_out(calls: Sequence[Call], turn: Turn | None, reduced: Sequence[object]) -> Parts:

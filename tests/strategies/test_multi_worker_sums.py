@@ -1,6 +1,9 @@
 """Sums over workers: what is compared is what is sent, and which sums are equal in every bit."""
 
+import dataclasses
+import gc
 import itertools
+import weakref
 from typing import Any
 
 import numpy as np
@@ -216,3 +219,63 @@ async def test_variables_and_gradients_of_half_precision_are_rounded_once() -> N
 
     for found in await on_workers(2, 2, program):
         assert found == (2052, 2052, -2052)
+
+
+# ---- options of a call -----------------------------------------------------------------------
+
+
+async def test_what_is_compared_does_not_depend_on_the_calls_before() -> None:
+    """Another worker has made other calls before, and would see a difference."""
+
+    async def step(rank: int) -> None:
+        whole, point = (ar.CommunicationOptions(timeout_seconds=each) for each in (30, 30.0))
+        await me().all_reduce("sum", np.ones(3), whole)
+        await me().all_reduce("sum", np.ones(3 + rank), point)
+
+    with pytest.raises(MergeMismatchError, match=r"seconds=30\.0\); float64\[3\] on worker 0"):
+        await on_workers(2, 1, lambda strategy: strategy.run(step, args=(rank_of(strategy),)))
+
+
+@dataclasses.dataclass
+class Halved(ar.collectives.Compression):
+    """A user's own, which compares by value and so has no hash."""
+
+    bits: int = 16
+
+    def __post_init__(self) -> None:
+        super().__init__(error_feedback=False)
+
+    def encode(self, value: Any) -> Any:
+        return value.astype(np.float16)
+
+    def decode(self, code: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+        return code.astype(dtype)
+
+
+async def test_a_compression_needs_no_hash() -> None:
+    totals: list[Any] = []
+
+    async def step() -> None:
+        options = ar.CommunicationOptions(compression=Halved())
+        totals.append(await me().all_reduce("sum", np.full(1000, 1.5, np.float32), options))
+
+    await on_workers(2, 1, lambda strategy: strategy.run(step))
+    assert [total.dtype for total in totals] == [np.float32] * 2
+    assert np.all(np.array(totals) == 3)
+
+
+async def test_nothing_holds_the_options_of_a_call_when_it_is_over() -> None:
+    held: list[weakref.ref[Any]] = []
+
+    async def program(strategy: Strategy) -> None:
+        options = ar.CommunicationOptions(compression=ar.collectives.TopK(0.01))
+        held.append(weakref.ref(options.compression))
+
+        async def step() -> Any:
+            return await me().all_reduce("sum", np.ones(10_000, np.float32), options)
+
+        await strategy.run(step)
+
+    await on_workers(2, 1, program)
+    gc.collect()
+    assert [each() for each in held] == [None, None]
