@@ -177,7 +177,7 @@ def _who(engine: Engine) -> str:
     return "The learner" if engine.is_owner else f"The model {engine.model!r}"
 
 
-async def ends_in(main: OwnedTask[None], limit_s: float | None) -> bool:
+async def ends_in(main: OwnedTask[None] | OwnedTask[int], limit_s: float | None) -> bool:
     """Wait until a task has ended, at most for some seconds; return whether it has."""
     with suppress(TimeoutError):
         async with asyncio.timeout(limit_s):

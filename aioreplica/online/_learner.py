@@ -509,17 +509,19 @@ class OnlineLearner:
             CheckpointError: If the checkpoint could not be saved.
             StallError: If a step on a device's thread does not end within `grace_s`.
             LoopMismatchError: If called on another event loop.
-            ContextError: If it is a challenger that is served.
+            ContextError: If it is a challenger that is served, or its promotion is being written.
 
         Cancellation:
             The step under way is ended and undone, what is left stays in the journal, no
-            checkpoint is saved; then it goes on.
+            checkpoint is saved; then it goes on. A challenger that waits for its own promotion
+            stays open.
         """
         if (engine := self._engine) is not None:
+            grace_s = engine.settings.grace_s
             if not (engine.is_owner or engine.is_closing or engine.loop.is_closed()):
                 require_loop(engine)
-                await engine.models.promotions.let_go(engine)
-            await engine.aclose()
+                grace_s = await engine.models.promotions.let_go(engine)
+            await engine.aclose(grace_s)
 
     async def __aenter__(self) -> Self:
         await self._open_as(MAIN, None)

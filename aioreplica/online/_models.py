@@ -32,6 +32,7 @@ from ._failures import described
 from ._intake import dead_error
 from ._journal_format import MAIN
 from ._journal_models import Consumer
+from ._saving import refuse_waiters
 from ._settings import Challenger
 
 if TYPE_CHECKING:
@@ -307,6 +308,8 @@ class Promotions:
         self._is_closing = False
         self._turn = asyncio.Lock()
         self._task: OwnedTask[int] | None = None
+        self._promoted: Engine | None = None  # by that task
+        self._is_written = False  # perhaps, as its transaction has begun
 
     async def promote(self, name: str) -> int:
         """Make a model the champion; return the first version of it that is served.
@@ -324,6 +327,7 @@ class Promotions:
             await self.settled()
             if self._is_closing:
                 raise ContextError(CLOSED)
+            self._promoted, self._is_written = self._models.engines.get(name), False
             task = self._task = OwnedTask(self._promote(name), f"promotion of {name}")
             await task.done_or_cancelled()
         if task.task.cancelled():
@@ -345,21 +349,39 @@ class Promotions:
             self._task.cancel()
             await self._task.ended(through_interrupt=True)
 
-    async def let_go(self, engine: Engine) -> None:
+    async def let_go(self, engine: Engine) -> float | None:
         """Let a challenger be closed by itself; it is not promoted any more.
 
+        A promotion of it that was asked for before has half the time to close it.
+
+        Returns:
+            The seconds that are left to close it; None for ever.
+
         Raises:
-            ContextError: If it is the one that is served.
+            ContextError: If it is the one that is served, or its promotion is being written.
         """
-        async with self._turn:
-            await self.settled()
-            is_served = engine is self._models.champion and not self._owner.is_closed
-            if is_served and not engine.is_closing:
-                raise ContextError(
-                    f"The model {engine.model!r} is served, so it is closed with the learner that "
-                    "has its journal. Promote another one, or close that learner."
-                )
-            engine.is_closing = True
+        grace_s, time = engine.settings.grace_s, engine.loop.time
+        if (task := self._under_way(engine)) is not None:
+            began, most_s = time(), CLOSE_S if grace_s is None else grace_s / 2
+            await ends_in(task, most_s)
+            grace_s = None if grace_s is None else max(0.0, began + grace_s - time())
+        is_promoted = self._under_way(engine) is not None
+        is_served = engine is self._models.champion and not self._owner.is_closed
+        if (is_served or (is_promoted and self._is_written)) and not engine.is_closing:
+            raise ContextError(
+                f"The model {engine.model!r} is {'served' if is_served else 'being promoted'}, so "
+                "it is closed with the learner that has its journal. Promote another one, or close "
+                "that learner."
+            )
+        engine.is_closing = True
+        if is_promoted:
+            refuse_waiters(engine.saving)
+        return grace_s
+
+    def _under_way(self, engine: Engine) -> OwnedTask[int] | None:
+        """Return the promotion of an engine that has not ended, if that is the one under way."""
+        is_its = engine is self._promoted and self._task is not None and not self._task.is_done
+        return self._task if is_its else None
 
     async def _promote(self, name: str) -> int:
         engine = self._fit(name)
@@ -370,6 +392,7 @@ class Promotions:
             engine = self._fit(name)
         journal = self._owner.journal
         assert journal is not None  # or there is no other
+        self._is_written = True
         while True:
             version = max(engine.version, self._models.champion.version) + ROOM
             try:

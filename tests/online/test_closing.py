@@ -33,8 +33,9 @@ class Stuck(Counting):
         return await super().step(ctx, batch)
 
 
-def stuck(folder: Path, name: str) -> Stuck:
-    return Stuck(folder / name, journal=None, num_replicas=1, max_batch=1, max_delay_s=0.0)
+def stuck(folder: Path, name: str, **options: Any) -> Stuck:
+    given = {"journal": None, "num_replicas": 1, "max_batch": 1, "max_delay_s": 0.0}
+    return Stuck(folder / name, **(given | options))
 
 
 @pytest.mark.parametrize("grace_s", [10.0, 0.5, None])
@@ -272,3 +273,69 @@ async def test_a_model_that_is_served_is_closed_by_its_learner_alone(folder: Pat
         await take(found, 2)
         assert found["c"].learned() == [1] * 3
     await found["c"].learner.aclose()  # it is closed already
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("grace_s", [0.2, None])
+async def test_a_promotion_that_waits_holds_up_no_closing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, grace_s: float | None
+) -> None:
+    monkeypatch.setattr("aioreplica.online._models.CLOSE_S", 0.1)
+    bad = stuck(folder, "b", grace_s=grace_s)
+    async with models(folder, rivals={"b": bad, "c": {}}, grace_s=10.0) as found:
+        learner = found["main"].learner
+        await take(found, 0)
+        await until_caught_up(found)
+        await take(found, 1)
+        await until(lambda: bad.learner.statistics().step_running_s)
+        promoting = [asyncio.ensure_future(learner.promote(name)) for name in "bc"]
+        await asyncio.sleep(0)  # now the first one waits for a checkpoint, the other one for that
+        try:
+            async with asyncio.timeout(10):
+                await found["c"].learner.aclose()
+                assert (found["c"].learner.state, bad.learner.state) == ("closed", "running")
+                assert not promoting[0].done()
+                closing = asyncio.ensure_future(bad.learner.aclose())
+                with pytest.raises(CheckpointError, match="saved: the learner was closed"):
+                    await promoting[0]
+                with pytest.raises(ValueError, match="'c' cannot be promoted, as it is closed"):
+                    await promoting[1]
+                if grace_s is not None:
+                    with pytest.raises(StallError, match="The model 'b' cannot be closed: a step"):
+                        await closing
+            assert (learner.champion, bad.learner.state) == ("main", "closing")
+        finally:
+            bad.go.set()
+        if grace_s is None:
+            await closing
+        await until(lambda: bad.learner.state == "closed")
+        await take(found, 2)
+        assert (learner.champion, found["main"].learned()) == ("main", [1] * 3)
+
+
+@pytest.mark.asyncio
+async def test_a_model_whose_promotion_is_being_written_is_not_closed(folder: Path) -> None:
+    disk, begun, go = Failing(), threading.Event(), threading.Event()
+
+    def hangs(statement: str) -> bool:
+        begun.set()
+        return not go.wait(60)
+
+    journal = Journal(folder / "journal.db", connect=disk.connect)
+    async with models(folder, rivals={"b": {"grace_s": 0.1}}, journal=journal) as found:
+        learner, second = found["main"].learner, found["b"].learner
+        await take(found, 0)
+        await until_caught_up(found)
+        await second.checkpoint()
+        disk.fails_at = lambda statement: statement == "COMMIT" and hangs(statement)
+        promoting = asyncio.ensure_future(learner.promote("b"))
+        await until(begun.is_set)
+        try:
+            async with asyncio.timeout(10):
+                with pytest.raises(ContextError, match=r"'b' is being promoted, so it is closed w"):
+                    await second.aclose()
+        finally:
+            go.set()
+        await promoting
+        await take(found, 1)
+        assert (learner.champion, second.state, second.version) == ("b", "running", learner.version)
