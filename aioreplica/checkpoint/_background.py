@@ -31,7 +31,7 @@ class Background:
         self._storage = storage
         self._task: OwnedTask[None] | None = None
         self._pace: Pace | None = None  # of the task
-        self._num_waiting = 0
+        self._waiting: set[object] = set()  # a mark for each call that waits; of one loop
 
     @contextmanager
     def waited_for(self, owner: object) -> Iterator[None]:
@@ -49,26 +49,34 @@ class Background:
                 if self._pace is not None:
                     self._pace.hurry()
             else:
-                self._task, self.turn, self._num_waiting = None, asyncio.Lock(), 0
+                self._task, self.turn, self._waiting = None, asyncio.Lock(), set()
+                if self._pace is not None:
+                    self._pace.give_lane_back()
                 self.failure = CheckpointUncertainError(
                     f"A step may not have been saved in {self._storage}: the event loop of its "
                     "save was closed before it had ended. Leave `async with manager` before."
                 )
-        self._num_waiting += 1
+        waiting, mark = self._waiting, object()
+        waiting.add(mark)
         try:
             yield
         finally:
-            self._num_waiting -= 1
+            waiting.remove(mark)
 
     def start(self, write: Callable[[], Awaitable[None]], step: int, pace: Pace | None) -> None:
         """Write in the background, by who has the turn: it is given back at the end."""
-        if pace is not None and self._num_waiting:
+        if pace is not None and self._waiting:
             pace.hurry()
         self._pace = pace
-        self._task = OwnedTask(self._write(write, step), f"checkpoint {step}")
+        self._task = OwnedTask(self._write(write, step, pace), f"checkpoint {step}")
 
-    async def _write(self, write: Callable[[], Awaitable[None]], step: int) -> None:
+    async def _write(
+        self, write: Callable[[], Awaitable[None]], step: int, pace: Pace | None
+    ) -> None:
+        turn = self.turn  # another one, once the loop was closed
         try:
+            if pace is not None:
+                pace.take_lane()
             await write()
         except asyncio.CancelledError:
             self.failure = CheckpointNotCommittedError(
@@ -78,7 +86,9 @@ class Background:
         except Exception as error:  # noqa: BLE001 - raised at the next await of the manager
             self.failure = error
         finally:
-            self.turn.release()
+            if pace is not None:
+                pace.give_lane_back()
+            turn.release()
 
     async def wait(self, owner: object) -> None:
         """Wait for the save in the background, if there is one; see `waited_for`."""

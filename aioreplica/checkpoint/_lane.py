@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import monotonic, thread_time
 from typing import TypeVar, final
 
+from ..context import REGISTRY
 from ..devices import CompletionQueue, lane_table, num_cores, run_on_lane, wait_until_done
 
 T = TypeVar("T")
@@ -53,18 +55,36 @@ class Pace:
     devices share the others. Python counts as all else: it holds up every other thread. The save
     begins with a pause, so steps that its cut has held go first. Time in which a thread waits, for
     the disk for one, is a pause as well.
+
+    Attributes:
+        lane: Name of a lane of its own: the pauses of one save hold up no other one.
     """
 
     def __init__(self) -> None:
+        self.lane = f"{BEHIND}-{next(REGISTRY.once('paces', itertools.count))}"
+        self._loop: asyncio.AbstractEventLoop | None = None  # while it has the lane
         self._is_hurried = threading.Event()
         self._lock = threading.Lock()
         self._paid_s = monotonic() + 2 * PAUSE_S  # when nothing is owed to the others
         self._counted = threading.local()  # the two clocks when the thread last went on
 
-    @property
-    def lane(self) -> str:
-        """Name of a lane of its own: the pauses of one save hold up no other one."""
-        return f"{BEHIND}-{id(self):x}"
+    def take_lane(self) -> None:
+        """Have the lane until it is given back; those of saves whose loops were closed are now."""
+        for pace in tuple(_with_lanes()):
+            if (loop := pace._loop) is not None and loop.is_closed():
+                pace.give_lane_back()
+        self._loop = asyncio.get_running_loop()
+        _with_lanes().add(self)
+        lane_table().acquire((self.lane,))
+
+    def give_lane_back(self) -> None:
+        """Let its threads end after what they have begun; idempotent, from any thread."""
+        self.hurry()
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is not None:
+            _with_lanes().discard(self)
+            lane_table().release((self.lane,))
 
     def hurry(self) -> None:
         """End all pauses, at once; from any thread."""
@@ -99,7 +119,7 @@ async def run_all(
     Args:
         fns: The functions.
         stop: Is set when one of them fails, or the caller is cancelled.
-        name: The lane: LANE, or that of a pace.
+        name: The lane: LANE, or that of a pace, which gives it back.
         shielded: Whether cancellations have to wait: for cleaning up.
 
     Raises:
@@ -109,7 +129,8 @@ async def run_all(
         Sets `stop`, waits until all have ended, then goes on; at Ctrl-C too.
     """
     table = lane_table()
-    table.acquire((name,))
+    counted = (name,) if name == LANE else ()
+    table.acquire(counted)
     try:
         nicer = 0 if name == LANE else NICER
         lane = table.lane(name, num_streams=NUM_THREADS, nicer=nicer)
@@ -128,7 +149,7 @@ async def run_all(
             raise cancelled[0]
         results = waiter.result()
     finally:
-        table.release((name,))
+        table.release(counted)
     errors = [result for result in results if isinstance(result, BaseException)]
     for error in sorted(errors, key=lambda each: isinstance(each, StoppedError)):
         raise error
@@ -144,3 +165,8 @@ def _guarded(fn: Callable[[], T], stop: Stop) -> T:
     except BaseException:
         stop.is_set = True
         raise
+
+
+def _with_lanes() -> set[Pace]:
+    """Paces that have their lanes; nothing else ends those of a loop that was closed too early."""
+    return REGISTRY.once("paces_with_lanes", set[Pace])

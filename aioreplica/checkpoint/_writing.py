@@ -81,7 +81,7 @@ async def write_cut(
     end: Callable[[Stop, int], T],
     pace: Pace | None,
 ) -> T:
-    """Write a cut as a step, durably; on one thread unless it has several files.
+    """Write a cut durably, on one thread unless it has several files; return what `end` returns.
 
     Args:
         storage: Where to.
@@ -90,9 +90,6 @@ async def write_cut(
         begin: Called first, on the thread; makes the claim of the step, and returns its sequence.
         end: Called there once the step is saved, with the length of its data files.
         pace: Of a save that training goes on beside; None writes at once.
-
-    Returns:
-        What `end` returns.
 
     Raises:
         CheckpointNotCommittedError: If it was not written; what was there before still is.
@@ -127,6 +124,8 @@ async def write_cut(
         if files:
             records = await run_all(files, stop, name=lane)
             await run_all([partial(commit, records)], stop, name=lane)
+    except GeneratorExit:  # the loop was closed: nothing can be waited for
+        raise
     except BaseException as error:
         await run_all([write.clean_up], Stop(), name=lane, shielded=True)
         if isinstance(error, (OSError, MemoryError)) and not isinstance(error, CheckpointError):

@@ -1,6 +1,7 @@
 """Pauses of a save in the background: how many, and that whoever waits for it ends them."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
@@ -15,6 +16,10 @@ from aioreplica.checkpoint._format import EntryRecord
 from aioreplica.checkpoint._lane import PAUSE_S, SHARE, Pace, Stop
 from aioreplica.checkpoint._state import Cut
 from aioreplica.checkpoint._writing import StepWriter
+from aioreplica.devices import lane_table
+from aioreplica.errors import CheckpointUncertainError
+
+from .signals import FirstSync
 
 STATE = {"model": [np.arange(4.0)]}
 FOR_EVER_S = 1e6
@@ -290,3 +295,96 @@ async def test_saves_into_other_storages_make_no_pauses() -> None:
             await asyncio.sleep(0)
 
         assert manager.steps() == (1,)
+
+
+# --- loops that are closed too early ------------------------------------------------------------
+
+
+@pytest.fixture
+def pausing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Is set when a save makes a pause."""
+    is_pausing, pause = threading.Event(), threading.Event.wait
+
+    def tell_and_wait(event: threading.Event, timeout: float | None = None) -> bool:
+        if timeout is not None and timeout > FOR_EVER_S / 2:
+            is_pausing.set()
+        return pause(event, timeout)
+
+    monkeypatch.setattr(threading.Event, "wait", tell_and_wait)
+    return is_pausing
+
+
+def run_and_close(work: Callable[[], Awaitable[object]]) -> None:
+    """Run something on a loop of its own, which is closed with all tasks that are left."""
+
+    async def main() -> None:
+        await work()
+        await asyncio.sleep(0)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task._log_destroy_pending = False  # type: ignore[attr-defined]  # as asked for here
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(main())
+    loop.close()
+
+
+@pytest.mark.usefixtures("_pauses_for_ever")
+@pytest.mark.parametrize("by", ["itself", "another"])
+def test_saves_whose_loops_were_closed_leave_no_lane_and_no_thread(
+    by: str, tmp_path: Path, pausing: threading.Event
+) -> None:
+    before = {*threading.enumerate()}
+
+    async def use_again(manager: ar.CheckpointManager) -> None:
+        with pytest.raises(CheckpointUncertainError, match="event loop of its save was closed"):
+            await manager.aclose()
+
+    async def save() -> None:
+        async with ar.CheckpointManager(tmp_path / "another") as another:
+            await another.save(1, STATE, wait=False)
+
+    for number in range(3):
+        manager = ar.CheckpointManager(tmp_path / f"{number}")
+        run_and_close(lambda manager=manager: manager.save(1, STATE, wait=False))
+        assert pausing.wait(60)
+        pausing.clear()
+        if by == "itself":
+            asyncio.run(use_again(manager))
+    if by == "another":
+        asyncio.run(save())
+
+    assert not [name for name in lane_table().statistics() if name.startswith(_lane.BEHIND)]
+    for thread in {*threading.enumerate()} - before:
+        thread.join(60)
+    assert {*threading.enumerate()} <= before
+
+
+@pytest.mark.usefixtures("_pauses_for_ever")
+def test_calls_that_waited_on_a_closed_loop_hurry_no_later_save(
+    tmp_path: Path, pausing: threading.Event
+) -> None:
+    async def wait_for_a_save() -> None:
+        await manager.save(1, STATE, wait=False)
+        tasks.append(asyncio.create_task(manager.save(2, STATE)))
+        tasks.append(asyncio.create_task(manager.wait()))
+
+    async def save() -> None:
+        with pytest.raises(CheckpointUncertainError):
+            await manager.wait()
+        is_closed.set()
+        tasks.clear()
+        gc.collect()
+        async with manager:
+            await manager.save(3, STATE, wait=False)
+            while manager.statistics().is_saving and not pausing.is_set():
+                await asyncio.sleep(0)
+            assert pausing.is_set()
+
+    tasks: list[asyncio.Task[None]] = []
+    is_closed = threading.Event()
+    hold = FirstSync(lambda: is_closed.wait(60))
+    manager = ar.CheckpointManager(LocalStorage(tmp_path, calls=hold))
+    run_and_close(wait_for_a_save)
+    pausing.clear()
+    asyncio.run(save())
+    assert 3 in manager.steps()
