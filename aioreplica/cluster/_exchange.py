@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar, final
@@ -82,8 +83,8 @@ class Exchange(asyncio.Future[T]):
     """
 
     __slots__ = (
-        "_ahead", "_can_fuse", "_carry", "_queue", "_run", "_slots", "_tell", "_told", "frame",
-        "is_over",
+        "_ahead", "_can_fuse", "_carry", "_context", "_queue", "_run", "_slots", "_tell", "_told",
+        "frame", "is_over",
     )  # fmt: skip
 
     # Set for few of those that go together, so these are not slots.
@@ -108,6 +109,7 @@ class Exchange(asyncio.Future[T]):
         self._run = run
         self._told = told
         self._carry: Carry[Any] = carry
+        self._context = copy_context()  # in which it is carried, such as that of np.errstate
         self._ahead = ahead
         self._can_fuse = can_fuse
         self._queue = run.workers.queue
@@ -193,8 +195,8 @@ class Exchange(asyncio.Future[T]):
             return
         run, workers = self._run, self._run.workers
         try:
-            if self.frame.kind is FrameKind.COLLECTIVE:
-                run.raise_if_over()
+            if self.frame.kind is FrameKind.COLLECTIVE or run.ended_by is not None:
+                run.raise_if_over()  # all know of the failure by then: none waits for its frame
             workers.raise_if_broken()
         except BaseException as error:  # noqa: BLE001 - for those who wait
             self._fail(error)
@@ -311,7 +313,7 @@ class Exchange(asyncio.Future[T]):
         for _ in led:  # they are all over in this cycle: the one behind them begins
             del queue[1]
         for each in (self, *led):
-            each._follow(communicator)
+            each._context.run(each._follow, communicator)
 
     def _follow(self, communicator: Communicator) -> None:
         """Do what follows from the slots of all workers."""

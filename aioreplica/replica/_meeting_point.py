@@ -270,7 +270,7 @@ class MeetingPoint:
         if pending.tell is None:
             task.add_done_callback(ended, context=context)
         else:
-            pending.tell(partial(ended, task))
+            pending.tell(partial(context.run, ended, task))
 
     async def _wait_for(self, generation: Generation, awaitable: Awaitable[object]) -> object:
         if self.is_aborted:  # a merge of an aborted run does not begin

@@ -1,6 +1,9 @@
 """Operations across workers: one at a time, to their end, whoever waits for them."""
 
 import asyncio
+from contextlib import suppress
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -312,4 +315,48 @@ async def test_queued_reductions_of_a_step_that_is_given_up_do_not_hold_up_the_o
     assert isinstance(found[0], ZeroDivisionError)
     assert isinstance(found[1], WorkerLostError)
     assert "ZeroDivisionError" in str(found[1])
+    await close_all(all_workers)
+
+
+async def test_the_next_run_meets_after_one_that_has_failed_everywhere() -> None:
+    """A worker's operation meets the failure of the other, and its own one is queued behind it."""
+    all_workers, _ = both_workers()
+
+    async def fails_and_goes_on(workers: Workers) -> list[bytes]:
+        with suppress(ZeroDivisionError):
+            async with workers.run("step") as run:
+                if workers.rank == 0:
+                    run.turn("op", "", 1).exchange(b"", no_data)
+                raise ZeroDivisionError
+        return await in_turn(workers, lambda turn: turn.exchange(b"%d" % workers.rank, no_data))
+
+    found = await asyncio.gather(*map(fails_and_goes_on, all_workers))
+    assert found == [[b"0", b"1"]] * 2
+    await close_all(all_workers)
+
+
+async def test_each_exchange_is_carried_in_the_context_in_which_it_was_made() -> None:
+    """Of a small sum, adding up is part of that, and `np.errstate` a part of the context."""
+    all_workers, group = both_workers()
+    variable = ContextVar("variable", default="")
+    seen: list[list[str]] = [[], []]
+
+    async def steps(workers: Workers) -> int:
+        async with workers.run("step") as run:
+            started = []
+            for name in ("first", "second", "third"):
+                variable.set(name)
+                with np.errstate(over="ignore"):
+                    turn = run.turn("all_reduce", "", len(started))
+                    carry = partial(note, workers.rank, name)
+                    ahead = Summands(ReduceOp.SUM, [np.full(3, 1e308)], are_lent=False)
+                    started.append(turn.exchange(b"", carry, ahead=ahead, is_last=True))
+            await asyncio.gather(*started)
+        return group[workers.rank].statistics().calls
+
+    def note(rank: int, name: str, *_: object) -> None:
+        seen[rank].append(f"{name} in {variable.get()}, over={np.geterr()['over']}")
+
+    assert len(set(await asyncio.gather(*map(steps, all_workers)))) == 1
+    assert seen == [[f"{n} in {n}, over=ignore" for n in ("first", "second", "third")]] * 2
     await close_all(all_workers)

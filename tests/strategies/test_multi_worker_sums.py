@@ -3,7 +3,9 @@
 import dataclasses
 import gc
 import itertools
+import warnings
 import weakref
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -279,3 +281,44 @@ async def test_nothing_holds_the_options_of_a_call_when_it_is_over() -> None:
     await on_workers(2, 1, program)
     gc.collect()
     assert [each() for each in held] == [None, None]
+
+
+# ---- in which context ------------------------------------------------------------------------
+
+
+async def test_observers_are_told_of_every_collective_in_the_context_of_its_call() -> None:
+    request = ContextVar("request", default="")
+    told: set[tuple[str, str]] = set()
+
+    def note(merge: Any, _error: object) -> None:
+        told.add((merge.describe().split()[0], request.get()))
+
+    async def step() -> None:
+        await me().all_reduce("sum", np.ones(3))
+        await me().start_all_reduce("sum", np.ones(300))
+        await me().all_gather(np.ones(3), 0)
+
+    async def program(strategy: Strategy) -> None:
+        strategy.observers.add(ar.telemetry.Observer(merge_ended=note))
+        request.set("request 7")
+        await strategy.run(step)
+
+    await on_workers(2, 1, program)
+    assert told == {
+        ("all_reduce", "request 7"),
+        ("start_all_reduce", "request 7"),
+        ("all_gather", "request 7"),
+    }
+
+
+async def test_a_small_sum_obeys_the_errstate_of_its_call() -> None:
+    found: list[float] = []
+
+    async def step() -> None:
+        with np.errstate(over="ignore"):
+            found.extend(await me().all_reduce("sum", np.full(3, 3e38, np.float32)))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        await on_workers(2, 1, lambda strategy: strategy.run(step))
+    assert found == [np.inf] * 6
