@@ -378,6 +378,7 @@ class TaskFeeder(Feeder):
         self._unrun: deque[Reading] = deque()
         if iterators is not None and self._batches is None:
             self._unrun = iterators.find(iterator)[1]
+        self._lock = Lock()  # the device may read while a loop is settled that was dropped
         self._reads_many = infeed.fills_chunks and type(iterator) in IN_MEMORY
         self._has_begun = False
         self._task: OwnedTask[None] | None = None
@@ -403,16 +404,17 @@ class TaskFeeder(Feeder):
 
     def settle(self) -> None:
         """Keep what was read for steps that are not complete."""
-        self._report()
-        rest, self._unfinished = self._unfinished, deque()
-        told = rest[0] if rest and self._was_told(rest[0]) else None
-        if told is not None:
-            rest.popleft()
-        if self._batches is None:
-            self._unrun.extendleft(reversed(rest))
-            if self._iterators is not None and not self._unrun:  # it has no thread to keep
-                self._iterators.forget(self._iterator)
-            return
+        with self._lock:
+            self._report()
+            rest, self._unfinished = self._unfinished, deque()
+            told = rest[0] if rest and self._was_told(rest[0]) else None
+            if told is not None:
+                rest.popleft()
+            if self._batches is None:
+                self._unrun.extendleft(reversed(rest))
+                if self._iterators is not None and not self._unrun:  # it has no thread to keep
+                    self._iterators.forget(self._iterator)
+                return
         self._batches.follow(None)
         if told is Mark.END:
             self._batches.delivered(None)
@@ -490,11 +492,12 @@ class TaskFeeder(Feeder):
         while not self._is_complete:
             if not infeed.has_room and infeed.wait_for_room(self._fill):
                 return True  # from here on another thread may read
-            if infeed.is_aborted:
-                break
-            readings = self._read_many(min(infeed.room, self._num_wanted - infeed.num_put))
-            self._unfinished.extend(readings)
-            self._report()
+            with self._lock:
+                if infeed.is_aborted:
+                    break
+                readings = self._read_many(min(infeed.room, self._num_wanted - infeed.num_put))
+                self._unfinished.extend(readings)
+                self._report()
             last = readings[-1]
             if last is Mark.END or type(last) is Raised:
                 readings.pop()

@@ -9,7 +9,7 @@ import pytest
 
 from aioreplica.context import LoopStep
 from aioreplica.device_loop import Infeed
-from aioreplica.device_loop._feeder import new_feeder
+from aioreplica.device_loop._feeder import KeptIterators, new_feeder
 from aioreplica.device_loop._infeed import DeviceQueue, Mark
 
 
@@ -271,3 +271,46 @@ def test_elements_in_memory_are_read_without_an_event_loop(num_there: int) -> No
     assert is_end is (num_there < 130)
     assert feeder.error is None
     assert len(list(source)) == max(0, num_there - 130)  # not one more was read
+
+
+class ToldLock:
+    """A lock that tells when it is asked for."""
+
+    def __init__(self, asked: threading.Event) -> None:
+        self._lock, self._asked = threading.Lock(), asked
+
+    def __enter__(self) -> None:
+        if self._lock.locked():
+            self._asked.set()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_what_a_device_reads_while_its_loop_is_settled_is_kept() -> None:
+    """The loop was dropped, so nothing has waited for the thread that was reading."""
+    step, infeed = LoopStep(0, [0], [0]), Infeed([[0]], fills_chunks=True)
+    kept, source = KeptIterators(), iter(list(range(10)))
+    feeder: Any = new_feeder(source, kept, infeed, [step], 10)
+    has_read, goes_on = threading.Event(), threading.Event()
+    feeder._lock, read_many = ToldLock(goes_on), feeder._read_many
+
+    def reads(count: int) -> list[Any]:
+        found: list[Any] = read_many(count)
+        has_read.set()
+        assert goes_on.wait(60)
+        return found
+
+    feeder._read_many = reads
+    device = threading.Thread(target=feeder.start)
+    device.start()
+    assert has_read.wait(60)
+    infeed.abort()
+    feeder.settle()
+    goes_on.set()  # unless it was by the lock
+    device.join(60)
+
+    _, unrun = kept.find(source)
+    assert [*unrun, *source] == list(range(10))
+    kept.close()
