@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ import aioreplica as ar
 NUM_EXAMPLES = 200
 NUM_WORKERS = 3
 LIMIT_S = 120.0
+"""Without any progress, an epoch has come to a stop; how long it takes is the machine's."""
 MAX_GROWTH_BYTES = 48 * 1024**2
 
 CONNECT = "5s"
@@ -129,8 +130,8 @@ async def run_spot(
             sizes: list[int] = []
             while not killing.done():
                 await seen.assign(np.zeros(seen.shape))
-                async with asyncio.timeout(LIMIT_S):
-                    await _epoch(coordinator, seen, rng)
+                epoch = _epoch(coordinator, seen, rng)
+                await while_it_advances(epoch, lambda: coordinator.statistics().num_finished)
                 found = await seen.read()
                 spot.num_lost += int(np.sum(found < 1))
                 spot.num_twice += int(np.sum(found > 1))
@@ -145,15 +146,37 @@ async def run_spot(
     return spot
 
 
+async def while_it_advances(work: Coroutine[Any, Any, None], progress: Callable[[], Any]) -> None:
+    """Wait for the end of some work.
+
+    Raises:
+        TimeoutError: If its progress has stayed the same for `LIMIT_S`; says what it is.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            before = progress()
+            await asyncio.wait([task], timeout=LIMIT_S)
+            if not task.done() and progress() == before:
+                raise TimeoutError(f"Progress has stood at {before} for {LIMIT_S:g} s.")
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+    task.result()
+
+
 async def _until_copied(strategy: Any) -> None:
     """Wait until each server has a copy: both at once are not to be killed."""
-    async with asyncio.timeout(LIMIT_S):
+
+    async def repair() -> None:
         while True:
             for server in range(strategy.num_ps):
                 await strategy.servers.copies.repair(server)
             if not strategy.unreplicated_servers:
                 return
             await asyncio.sleep(0.05)
+
+    await while_it_advances(repair(), lambda: strategy.unreplicated_servers)
 
 
 async def _epoch(coordinator: Any, seen: Any, rng: Random) -> None:
