@@ -334,6 +334,8 @@ class Servers:
 
     async def make_anew(self, variable: ServedVariable, value: Any) -> Array:
         """Give a variable that was lost a value, on a server that is there."""
+        if self.is_reopening:  # what the checkpoint has would take its place
+            raise self.lost_error()
         async with self.lock:
             await self.revive()
             new = np.array(value)

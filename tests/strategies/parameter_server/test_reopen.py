@@ -92,7 +92,9 @@ async def program(folder: Path, **options: Any) -> AsyncIterator[Program]:
 
 
 async def assert_lost(program: Program, *calls: Any) -> None:
-    for call in (*calls, program.coordinator.join, program.table.read, lambda: program.learn(1)):
+    table = program.table
+    own = program.coordinator.join, table.read, lambda: table.assign(np.ones(table.shape))
+    for call in (*calls, *own, lambda: program.learn(1)):
         with pytest.raises(WorkerLostError, match=r"strategy\.reopen\(") as caught:
             await call()
         assert caught.value.variables[0] == "table"
