@@ -102,7 +102,7 @@ class Elsewhere:
 
         Lost servers are made anew first.
         """
-        if not self._servers.is_started:
+        if not self._servers.is_started and not self._servers.missing:
             return  # what is restored is placed at the start
         restored = [
             v

@@ -57,11 +57,12 @@ class IteratorCut(NamedTuple):
     """State of closures and iterators when a checkpoint looked at the variables.
 
     Attributes:
-        num_finished: Closures that had finished.
+        contents: Closures whose updates were in the variables, as ranges of those that have
+            finished, in the order in which they did.
         leases: What was left of each iterator.
     """
 
-    num_finished: int
+    contents: tuple[range, ...]
     leases: dict[int, Leases]
 
 
@@ -70,15 +71,20 @@ class ClosureProgress:
     """Knows what finished since the last checkpoints, and what was lost unfinished."""
 
     def __init__(self) -> None:
-        self._finished: deque[tuple[int, str]] = deque(maxlen=MAX_NAMED)
+        self._finished: deque[tuple[int, int, str]] = deque(maxlen=MAX_NAMED)
         self._num_finished = 0
+        self._contents: list[range] = []  # which of them are in the variables
         self._unfinished: dict[int, str] = {}
         self._cuts: dict[int, IteratorCut] = {}
 
     def finished(self, closure: Numbered) -> None:
         """Learn that a closure has ended well."""
+        index = self._num_finished
         self._num_finished += 1
-        self._finished.append((closure.number, closure.fn_name))
+        self._finished.append((index, closure.number, closure.fn_name))
+        contents = self._contents
+        begin = contents.pop().start if contents and contents[-1].stop == index else index
+        contents.append(range(begin, index + 1))
 
     def lost(self, closures: Iterable[Numbered]) -> None:
         """Learn that closures were lost with the cluster."""
@@ -91,9 +97,11 @@ class ClosureProgress:
             The number of the next closure, by which the cut is known again: that which was given,
             or a later one, if another cut has that.
         """
-        while number in self._cuts and self._cuts[number].num_finished != self._num_finished:
+        contents = tuple(self._contents)
+        while number in self._cuts and self._cuts[number].contents != contents:
             number += 1
-        self._cuts[number] = IteratorCut(self._num_finished, dict(leases))
+        self._cuts.pop(number, None)
+        self._cuts[number] = IteratorCut(contents, dict(leases))
         for old in [*self._cuts][:-MAX_CUTS]:
             del self._cuts[old]
         return number
@@ -110,11 +118,14 @@ class ClosureProgress:
 
     def go_back(self, step: int | None, cut: IteratorCut | None) -> Reopened:
         """Go back to a cut, or to the beginning; return what that undoes."""
-        num_kept = 0 if cut is None else cut.num_finished
-        num_undone = self._num_finished - num_kept
-        undone = [self._finished.pop() for _ in range(min(num_undone, len(self._finished)))]
-        self._num_finished = num_kept
-        self._cuts = {n: each for n, each in self._cuts.items() if each.num_finished <= num_kept}
+        kept = () if cut is None else cut.contents
+        held, self._contents = self._contents, [*kept]
+        num_undone = sum(len(each) - sum(_num_both(each, one) for one in kept) for each in held)
+        undone = [
+            (number, name)
+            for index, number, name in self._finished
+            if any(index in each for each in held) and not any(index in each for each in kept)
+        ]
         unfinished, self._unfinished = sorted(self._unfinished.items()), {}
         return Reopened(
             step, _named(unfinished), _named(sorted(undone)), num_undone, cut is not None
@@ -122,6 +133,10 @@ class ClosureProgress:
 
     def __repr__(self) -> str:
         return f"<ClosureProgress | {self._num_finished} finished, {len(self._cuts)} cuts>"
+
+
+def _num_both(one: range, other: range) -> int:
+    return max(0, min(one.stop, other.stop) - max(one.start, other.start))
 
 
 def _named(closures: Iterable[tuple[int, str]]) -> tuple[str, ...]:

@@ -138,11 +138,14 @@ class Servers:
         if self.is_started and not self.pending and not self.missing:
             return
         async with self.lock:
-            if not self.is_started:
-                await self._begin()
-                self.is_started = True
+            await self._begin_once()
             self.require_all()
             await self.place(self.pending.values())
+
+    async def _begin_once(self) -> None:
+        if not self.is_started:
+            await self._begin()
+            self.is_started = True
 
     async def _begin(self) -> None:
         """Make all servers, on a cluster that is started, or made anew if it was lost."""
@@ -272,16 +275,15 @@ class Servers:
             return
         if self.is_lost:
             raise self.lost_error()
-        for server in range(self.num_servers):
-            if server not in self._handles:
-                raise self.lost_error(server)
-        lost = self.lost_variables
+        lost = [server for server in range(self.num_servers) if server not in self._handles]
+        lost += [each.spec.shards[0].server for each in self.lost_variables]
         if lost:
-            raise self.lost_error(lost[0].spec.shards[0].server)
+            raise self.lost_error(lost[0])
 
     async def revive(self) -> None:
         """Make lost servers anew, without variables."""
         self.require_cluster()
+        await self._begin_once()
         for server in [i for i, handle in self._handles.items() if handle.is_lost]:
             if self.copies is None or not await self.copies.repair(server):
                 self.noticed(WorkerLostError("Its process is gone.", ranks=(server,)))
@@ -369,10 +371,8 @@ class Servers:
         if dropped:
             self.progress.forget_iterators(dropped)
             self.engine.release(self.strategy_id, [("resource", number) for number in dropped])
-        living = [server for server in range(self.num_servers) if server in self._handles]
-        calls = dict.fromkeys(living, (oldest, tuple(failed), dropped))
-        found = await self.all(calls, "report")
-        return [found[server] for server in living]
+        calls = dict.fromkeys(sorted(self._handles), (oldest, tuple(failed), dropped))
+        return [*(await self.all(calls, "report")).values()]
 
     # ---- closing -------------------------------------------------------------------------------
 

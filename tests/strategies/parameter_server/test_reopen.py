@@ -340,6 +340,27 @@ async def test_closures_that_a_restore_has_undone_are_not_told_again(tmp_path: P
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("is_back", [False, True])
+async def test_a_look_at_an_older_checkpoint_leaves_the_newest_known(
+    tmp_path: Path, *, is_back: bool
+) -> None:
+    async with program(tmp_path) as it:
+        rows = await it.learned(2)
+        await it.saved.save(1, it.state)
+        rows += await it.learned(2)
+        await it.saved.save(2, it.state)
+        await it.saved.restore(it.state, 1)
+        if is_back:
+            await it.saved.restore(it.state, 2)
+        await it.learned(1)
+        it.engine.lose_cluster()
+        found = await it.reopen()
+        assert (found.step, found.undone, found.iterators) == (2, ("learn #4",), True)
+        rows += await it.learned(NUM_ROWS - 4)
+        assert sorted(rows) == [*range(NUM_ROWS)]
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("what", ["lose_cluster", "lose_server"])
 async def test_isolated_closures_that_were_lost_are_told(tmp_path: Path, what: str) -> None:
     async with program(tmp_path) as it:
@@ -476,7 +497,24 @@ def test_cuts_with_the_same_next_step_are_told_apart() -> None:
     assert cut.leases == {}
     assert progress.go_back(1, cut).undone == ("fn #2", "fn #3")
     assert progress.go_back(1, progress.found(9)).undone == ("fn #0", "fn #4")
-    assert progress.found(10) is None
+    assert progress.go_back(2, progress.found(10)).num_undone == 0
+
+
+def test_what_is_undone_is_what_the_variables_have_and_the_checkpoint_has_not() -> None:
+    progress = ClosureProgress()
+    finish(progress, 0, 1)
+    older = progress.cut(2, {})
+    finish(progress, 2, 3)
+    newer = progress.cut(4, {})
+    assert progress.go_back(1, progress.found(older)).undone == ("fn #2", "fn #3")
+    finish(progress, 4)
+    assert progress.cut(4, {}) == 5
+    found = progress.go_back(2, progress.found(newer))
+    assert (found.undone, found.num_undone) == (("fn #4",), 1)
+    finish(progress, 5)
+    found = progress.go_back(None, None)
+    assert found.undone == ("fn #0", "fn #1", "fn #2", "fn #3", "fn #5")
+    assert found.num_undone == 5
 
 
 def test_what_is_remembered_is_bounded() -> None:

@@ -259,6 +259,19 @@ async def test_a_variable_of_a_closed_strategy_begins_no_cluster(tmp_path: Path)
 
 
 @pytest.mark.asyncio
+async def test_a_strategy_that_is_opened_again_takes_a_checkpoint(tmp_path: Path) -> None:
+    strategy = ar.ParameterServerStrategy(LocalClosureEngine(1))
+    with strategy.scope():
+        w = ar.Variable(np.arange(3.0), name="w")
+    async with ar.CheckpointManager(tmp_path) as manager:
+        async with strategy:
+            await manager.save(1, {"w": w})
+        async with strategy:
+            await manager.restore({"w": w})
+            np.testing.assert_array_equal(await w.read(), [0.0, 1.0, 2.0])
+
+
+@pytest.mark.asyncio
 async def test_arguments_that_cannot_be_pickled_are_named() -> None:
     lock = threading.Lock()
     async with opened(1) as (_, coordinator):
