@@ -156,7 +156,7 @@ async def test_a_challenger_on_a_thread_that_hangs_is_left_behind(folder: Path) 
 
 @pytest.mark.asyncio
 async def test_who_waits_for_a_promotion_that_closing_ends_is_told(folder: Path) -> None:
-    async with models(folder, grace_s=0.2) as found:
+    async with models(folder, grace_s=3.0) as found:
         learner, manager = found["main"].learner, found["b"].manager
         assert manager is not None
         await take(found, 0)
