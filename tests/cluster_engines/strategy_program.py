@@ -25,7 +25,7 @@ import aioreplica as ar
 from aioreplica.checkpoint import LocalStorage, Savepoint
 from aioreplica.errors import ContextError, MergeMismatchError, WorkerLostError
 from tests.checkpoint.simulated_files import FaultyStorage
-from tests.cluster_engines.program import row_of, say
+from tests.cluster_engines.program import row_of, say, until_said
 
 warnings.simplefilter("error")
 TIMEOUT_S = 20.0
@@ -275,6 +275,10 @@ async def handles(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> An
     return {"same": all(found), "calls": communicator.statistics().calls}
 
 
+def note_in(folder: str, name: str) -> None:
+    Path(folder, name).touch()
+
+
 async def leaving(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
     """Worker 1 leaves between two steps; say what the others are told in the next one."""
 
@@ -282,11 +286,15 @@ async def leaving(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> An
         return await me().all_reduce("sum", 1)
 
     await strategy.run(step)
-    if rank_of(strategy) == 1:
-        if argument == "ctrl-c":
+    how, folder = argument.split(":", 1)
+    if rank_of(strategy) != 1:
+        note_in(folder, "went on")
+    else:
+        await until_said(folder, 1)  # an end may overtake the last of a step
+        if how == "ctrl-c":
             os.kill(os.getpid(), signal.SIGINT)
             await asyncio.sleep(TIMEOUT_S)
-        raise SystemExit(3) if argument == "exit" else ValueError("bad batch")
+        raise SystemExit(3) if how == "exit" else ValueError("bad batch")
     try:
         await strategy.run(step)
     except WorkerLostError as error:

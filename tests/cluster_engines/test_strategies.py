@@ -78,8 +78,10 @@ def test_an_all_reduce_passes_few_files_and_classes() -> None:
     [(mpi, "raise", "ValueError: bad batch"), (mpi, "exit", "SystemExit: 3"),
      (mpi, "ctrl-c", "KeyboardInterrupt"), (gloo, "exit", "SystemExit: 3")],
 )  # fmt: skip
-def test_an_end_between_steps_is_told_with_its_cause(launch: Launcher, how: str, name: str) -> None:
-    launched = launch(2, "leaving", how, program=STRATEGY_PROGRAM)
+def test_an_end_between_steps_is_told_with_its_cause(
+    launch: Launcher, how: str, name: str, tmp_path: Path
+) -> None:
+    launched = launch(2, "leaving", f"{how}:{tmp_path}", program=STRATEGY_PROGRAM)
     assert sorted(launched.results) == [0], launched.output
     row = launched.results[0]
     assert (row["error"], row["ranks"]) == ("WorkerLostError", [1]), row
