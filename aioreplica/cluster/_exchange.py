@@ -498,8 +498,8 @@ class OpenTurn:
         if before is None or before.has_ended:
             self._enter(exchange, is_last)
         else:
-            call_soon = exchange.get_loop().call_soon
-            before._next = partial(call_soon, self._enter, exchange, is_last)
+            enter = partial(self._enter, exchange, is_last)
+            before._next = partial(exchange.get_loop().call_soon, enter)
         return exchange
 
     def _told(self, what: str, signature: str, layout: str) -> tuple[str, str]:
