@@ -22,10 +22,11 @@ class Stuck(Counting):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.go = asyncio.Event()
+        self.go, self.begun = asyncio.Event(), asyncio.Event()
 
     async def step(self, ctx: ar.ReplicaContext, batch: Any) -> dict[str, float]:
         while (batch["id"] > 0).any() and not self.go.is_set():
+            self.begun.set()
             try:
                 await self.go.wait()
             except asyncio.CancelledError:  # as a function on a thread goes on
@@ -110,7 +111,7 @@ async def test_closing_that_is_cancelled_waits_for_no_challenger(folder: Path) -
         await take(found, 0)
         await until_caught_up(found)
         await take(found, 1)
-        await until(lambda: bad.learner.statistics().lag)
+        await bad.begun.wait()  # one that has not begun its step ends in order
         closing = asyncio.ensure_future(found["main"].learner.aclose())
         await until(lambda: bad.learner.state == "closing")
         closing.cancel()
