@@ -87,13 +87,14 @@ def test_what_differs_between_two_trainings_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_steps_are_measured_beside_saves_and_without(tmp_path: Path) -> None:
+def test_steps_are_measured_beside_saves_beside_waits_and_without(tmp_path: Path) -> None:
     rows = asyncio.run(
         measure_steps(tmp_path, num_bytes=1 << 20, num_variables=3, num_steps=6, num_rounds=1)
     )
 
     assert [(row.unit, row.against) for row in rows] == [
-        ("ms, p50", "not saving"),
+        ("ms, p50", "waiting as long, not saving"),
+        ("ms, p50", "neither waiting nor saving"),
         ("ms, p99", "not saving"),
     ]
     assert all(row.ours > 0 and row.floor > 0 for row in rows)
