@@ -79,6 +79,8 @@ class CommunicationOptions:
                     f"timeout_seconds must be above 0 and finite, got {timeout}. None waits for "
                     "ever."
                 )
+            object.__setattr__(self, "timeout_seconds", float(timeout))  # 30 is as 30.0 is,
+        object.__setattr__(self, "bytes_per_pack", int(size))  # in what workers compare too
         if self.implementation not in IMPLEMENTATIONS:
             raise ValueError(
                 f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got "

@@ -72,6 +72,21 @@ def test_valid_options_are_accepted(fields: dict[str, Any]) -> None:
     assert getattr(Options(**fields), name) == value
 
 
+@pytest.mark.parametrize(
+    ("written", "fields"),
+    [
+        ({"timeout_seconds": 30}, {"timeout_seconds": 30.0}),
+        ({"timeout_seconds": np.float32(0.5)}, {"timeout_seconds": 0.5}),
+        ({"bytes_per_pack": np.int64(64)}, {"bytes_per_pack": 64}),
+    ],
+    ids=str,
+)
+def test_equal_options_look_alike_as_workers_compare_their_text(
+    written: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    assert repr(Options(**written)) == repr(Options(**fields))
+
+
 def test_they_cannot_be_changed() -> None:
     with pytest.raises(FrozenInstanceError):
         Options().bytes_per_pack = 1
