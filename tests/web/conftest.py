@@ -1,7 +1,7 @@
 """Whole services over HTTP: left out of a plain `pytest`, since they need web frameworks.
 
-`python -m pytest tests/web` runs these; it needs redis-server, and
-`pip install -e ".[test,web]" litestar river redis`.
+`python -m pytest tests/web` runs these; it needs redis-server, nginx, and
+`pip install -e ".[test,web]" litestar river redis trustme`.
 """
 
 from pathlib import Path

@@ -45,9 +45,9 @@ def running(*command: str, **environment: str) -> Iterator[Any]:
 
 
 @contextmanager
-def serving(data: Path, **environment: str) -> Iterator[tuple[Any, str]]:
+def serving(data: Path, *more: str, **environment: str) -> Iterator[tuple[Any, str]]:
     # Other tests may keep every core busy.
-    options = ["--no-replay", "--no-background", "--data", str(data)]
+    options = ["--no-replay", "--no-background", "--data", str(data), *more]
     command = ["examples.online_learning", "--port", "0", *options]
     with running(*command, **environment) as process:
         line = process.stdout.readline()
