@@ -32,21 +32,23 @@ class BareTable:
 
 
 @asynccontextmanager
-async def dask_client(num_workers: int = NUM_WORKERS) -> AsyncIterator[Any]:
-    """Start a scheduler, a worker for parameters and others for closures; give a client."""
+async def dask_client(num_workers: int = NUM_WORKERS, num_servers: int = 1) -> AsyncIterator[Any]:
+    """Start a scheduler, workers for parameters and others for closures; give a client."""
     logging.getLogger("distributed").setLevel(logging.ERROR)
     security = Security.temporary()
     tls = {"security": security, "protocol": "tls://", **HOST}
+    roles = {f"ps{i}": "PS" for i in range(num_servers)}
+    roles |= {f"worker{i}": "W" for i in range(num_workers)}
     workers = {
         name: {"cls": Nanny, "options": {"nthreads": 1, "resources": {role: 1}, **tls, **QUIET}}
-        for name, role in [("ps", "PS"), *((f"worker{i}", "W") for i in range(num_workers))]
+        for name, role in roles.items()
     }
     scheduler = {"cls": Scheduler, "options": dict(tls)}
     async with (
         SpecCluster(workers, scheduler=scheduler, security=security, asynchronous=True) as cluster,
         Client(cluster, asynchronous=True, security=security) as client,
     ):
-        await client.wait_for_workers(num_workers + 1)
+        await client.wait_for_workers(len(workers))
         yield client
 
 

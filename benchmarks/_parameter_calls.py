@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -21,6 +22,7 @@ LOOP = "asyncio"
 MIB = 1024 * 1024
 TABLE_SHAPE = (65_536, 256)  # 64 MiB of float32
 NUM_SPARSE = TABLE_SHAPE[0] // 100
+NUM_TABLES, FEW_SHAPE, NUM_FEW = 4, (16_384, 32), 164  # 1 % of 2 MiB
 NUM_PUSHES = 5  # of few rows: one behind a push of 64 MiB finds nothing in the caches
 
 
@@ -57,8 +59,9 @@ async def measure_calls(plan: Plan) -> list[Row]:
             ]
             rows += await compare_calls(client, strategy, coordinator, plan)
             rows.append(await compare_sparse(strategy, coordinator, plan))
+            rows.append(await compare_together(strategy, coordinator, plan))
             rows.append(await compare_lag(client, coordinator, plan))
-    return rows
+    return rows + await compare_copies(plan)
 
 
 # ---- closures ------------------------------------------------------------------------------------
@@ -188,6 +191,124 @@ async def compare_sparse(strategy: Any, coordinator: Any, plan: Plan) -> Row:
         "push of 1 % of 64 MiB", LOOP, NUM_WORKERS, "ms", ours=samples["ours"],
         against="push of all", floor=samples["floor"], target=Target("ratio", 1 / 20),
     )  # fmt: skip
+
+
+def learn_rows(optimizer: Any, tables: list[Any], seed: int, is_together: bool) -> float:
+    """Read a few rows of each table and push their gradients, several times; return the median ms.
+
+    Together they are one message there and one back; otherwise each read is one.
+    """
+    rng = np.random.default_rng(seed)
+    times = []
+    for _ in range(NUM_PUSHES):
+        rows = [rng.choice(FEW_SHAPE[0], NUM_FEW, replace=False) for _ in tables]
+        pairs = [*zip(tables, rows, strict=True)]
+        begin_s = perf_counter()
+        if is_together:
+            tables[0].rows(rows[0], ahead=pairs[1:])
+        found = [(ar.IndexedSlices(v.rows(some), some, v.shape), v) for v, some in pairs]
+        optimizer.apply_gradients(found)
+        times.append((perf_counter() - begin_s) * 1e3)
+    return median(times)
+
+
+async def compare_together(strategy: Any, coordinator: Any, plan: Plan) -> Row:
+    """Compare rows of several tables in one message with those of one table after the other."""
+    with strategy.scope():
+        tables = [
+            ar.Variable(lambda: np.zeros(FEW_SHAPE, np.float32), name=f"few{i}")
+            for i in range(NUM_TABLES)
+        ]
+        optimizer = ar.optimizers.SGD(0.1)
+    numbers = iter(range(10**9))
+
+    async def learn(*, is_together: bool) -> float:
+        args = optimizer, tables, next(numbers), is_together
+        milliseconds: float = await (await coordinator.schedule(learn_rows, args)).fetch()
+        return milliseconds
+
+    contenders: dict[str, Contender] = {
+        "ours": partial(learn, is_together=True), "floor": partial(learn, is_together=False),
+    }  # fmt: skip
+    samples = await take_turns(contenders, num_rounds=plan.num_rounds)
+    await coordinator.join()
+    return compared_row(
+        f"pull and push rows of {NUM_TABLES} tables", LOOP, NUM_WORKERS, "ms",
+        ours=samples["ours"], against="one pull each", floor=samples["floor"],
+    )  # fmt: skip
+
+
+# ---- copies of servers ---------------------------------------------------------------------------
+
+
+def pull_all(tables: list[Any]) -> None:
+    """Pull each variable."""
+    for table in tables:
+        _ = table.value
+
+
+def push_all(tables: list[Any], delta: Any) -> None:
+    """Push to each variable."""
+    for table in tables:
+        table.assign_add(delta)
+
+
+def push_same_rows(optimizer: Any, table: Any) -> None:
+    """Push 1 % of the rows, the same ones several times."""
+    rows = np.arange(NUM_SPARSE) * 100
+    slices = ar.IndexedSlices(np.ones((NUM_SPARSE, TABLE_SHAPE[1]), np.float32), rows, TABLE_SHAPE)
+    for _ in range(NUM_PUSHES):
+        optimizer.apply_gradients([(slices, table)])
+
+
+async def compare_copies(plan: Plan) -> list[Row]:
+    """Compare closures on a server that has a copy with those on one that has none.
+
+    A closure is over when the copy knows what it has pushed, so the program's time is taken.
+    """
+    async with dask_client(num_servers=2) as client, AsyncExitStack() as stack:
+        found: dict[str, dict[str, Contender]] = {}
+        for name, replicate in (("ours", True), ("floor", False)):
+            strategy = ar.ParameterServerStrategy(client, replicate=replicate)
+            await stack.enter_async_context(strategy)
+            coordinator = await stack.enter_async_context(ar.ClusterCoordinator(strategy))
+            for what, contender in _closures_of(strategy, coordinator, plan).items():
+                found.setdefault(what, {})[name] = contender
+        return [
+            compared_row(
+                f"{what}, with copies", LOOP, NUM_WORKERS, "ms", ours=samples["ours"],
+                against="without", floor=samples["floor"],
+            )
+            for what, contenders in found.items()
+            for samples in [await take_turns(contenders, num_rounds=plan.num_rounds)]
+        ]  # fmt: skip
+
+
+def _closures_of(strategy: Any, coordinator: Any, plan: Plan) -> dict[str, Contender]:
+    """Return closures that pull or push; each gives the ms of one pull or push."""
+    delta = np.ones(MIB // 4, np.float32)
+    with strategy.scope():
+        tables = [ar.Variable(np.zeros_like(delta)) for _ in range(plan.num_tables)]
+        rows = ar.Variable(lambda: np.zeros(TABLE_SHAPE, np.float32), name="rows")
+        optimizer = ar.optimizers.SGD(0.1)
+
+    async def timed(fn: Any, args: tuple[Any, ...], count: int) -> float:
+        begin_s = perf_counter()
+        await (await coordinator.schedule(fn, args)).fetch()
+        return (perf_counter() - begin_s) / count * 1e3
+
+    async def pull() -> float:
+        for table in tables:  # else the worker has it
+            await table.assign_add(delta)
+        return await timed(pull_all, (tables,), len(tables))
+
+    async def push() -> float:
+        return await timed(push_all, (tables, delta), len(tables))
+
+    async def push_rows() -> float:
+        return await timed(push_same_rows, (optimizer, rows), NUM_PUSHES)
+
+    return {"pull of 1 MiB": pull, "push of 1 MiB": push, "push of 1 % of 64 MiB": push_rows}
 
 
 # ---- the coordinator's loop ----------------------------------------------------------------------

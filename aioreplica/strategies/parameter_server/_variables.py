@@ -6,7 +6,7 @@ closure it is the same name and shape, and the closure asks.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, final
 from uuid import uuid4
@@ -118,19 +118,31 @@ class ServedVariable(Variable):
         servers = self._home()
         return await read_from(servers, self, None if rows is None else checked_rows(self, rows))
 
-    def rows(self, indices: Any) -> Array:
+    def rows(
+        self, indices: Any, ahead: Sequence[Variable | tuple[Variable, object]] = ()
+    ) -> Array:  # fmt: skip
         """Return some rows, in a closure; only these travel.
+
+        Args:
+            indices: Which ones.
+            ahead: What is read later, to come with the same messages, one to each server: variables
+                for their whole value, and pairs of a variable and indices. `v.value`, `v.rows` and
+                lookups of rows that were all among these then find them here, until this closure
+                writes the variable. What workers have for themselves is skipped.
 
         Raises:
             ContextError: If called outside a closure (use `await variable.read(indices)`).
             ValueError: If an index is out of range.
-            TypeError: If the indices are not integers.
+            TypeError: If the indices are not integers, or something in `ahead` is neither.
             WorkerLostError: If a parameter server is gone.
 
         Shapes:
             indices: any. Result: `(*indices.shape, *row)`.
         """
-        return self.local_rows(checked_rows(self, indices))
+        rows = checked_rows(self, indices)
+        if ahead:
+            self._closure("rows(indices)", "read(indices)").pull([(self, rows), *ahead])
+        return self.local_rows(rows)
 
     def local_rows(self, indices: Array) -> Array:
         """Pull rows whose indices were checked."""
@@ -334,7 +346,7 @@ async def read_from(servers: Servers, variable: ServedVariable, rows: Array | No
     inverse: Array | None = None
     if rows is not None:
         flat, inverse = np.unique(rows.reshape(-1), return_inverse=True)
-    requests = _pulls_of(spec, flat)
+    requests = pulls_of(spec, flat)
     answers = await servers.all({s: (pulls,) for s, pulls in requests.items()}, "pull")
     found: dict[Key, Array] = {}
     for server, pulls in requests.items():
@@ -373,7 +385,7 @@ async def write_to(servers: Servers, variable: ServedVariable, verb: str, value:
     return await read_from(servers, variable, None)
 
 
-def _pulls_of(spec: Spec, rows: Array | None) -> dict[int, list[Pull]]:
+def pulls_of(spec: Spec, rows: Array | None) -> dict[int, list[Pull]]:
     """Return how to ask each server for a variable, or for rows of it."""
     requests: dict[int, list[Pull]] = {}
     for i, shard in enumerate(spec.shards):
