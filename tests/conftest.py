@@ -5,6 +5,7 @@ import gc
 import os
 import tempfile
 from collections.abc import AsyncIterator, Generator, Iterator
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
@@ -95,7 +96,7 @@ STRATEGIES = {
 if os.environ.get("AIOREPLICA_TEST_WORKERS"):  # a step of CI: all contracts, the way across workers
     STRATEGIES["workers-1"] = lambda: one_worker(2)
 if ON_STREAMS:
-    STRATEGIES["streams-2"] = lambda: ar.MirroredStrategy(["cuda:0", "cuda:1"])
+    STRATEGIES["streams-2"] = lambda: on_streams(2)
 NOT_FOR_WORKERS = {
     "test_it_may_run_the_strategy_again": "a run in a merge function would wait for itself",
     "test_device_programs_are_refused_there": "so would this",
@@ -108,6 +109,10 @@ NOT_FOR_WORKERS = {
 
 def mirrored(num_replicas: int) -> ar.MirroredStrategy:
     return ar.MirroredStrategy(list_devices("cpu")[:num_replicas])
+
+
+def on_streams(num_replicas: int) -> ar.MirroredStrategy:
+    return ar.MirroredStrategy([f"cuda:{index}" for index in range(num_replicas)])
 
 
 def one_worker(num_replicas: int) -> ar.MultiWorkerMirroredStrategy:
@@ -149,10 +154,10 @@ async def gang(request: pytest.FixtureRequest) -> AsyncIterator[ar.MirroredStrat
     await chosen.aclose()
 
 
-@pytest_asyncio.fixture
+@pytest_asyncio.fixture(params=["streams-pair"] if ON_STREAMS else None)
 async def pair() -> AsyncIterator[ar.MirroredStrategy]:
     """Two replicas."""
-    chosen = mirrored(2)
+    chosen = on_streams(2) if ON_STREAMS else mirrored(2)
     yield chosen
     await chosen.aclose()
 
@@ -165,12 +170,19 @@ async def triple() -> AsyncIterator[ar.MirroredStrategy]:
     await chosen.aclose()
 
 
-@pytest_asyncio.fixture
+@pytest_asyncio.fixture(params=["streams-solo"] if ON_STREAMS else None)
 async def solo() -> AsyncIterator[ar.OneDeviceStrategy]:
     """One replica."""
-    chosen = ar.OneDeviceStrategy("cpu:0")
+    chosen = ar.OneDeviceStrategy("cuda:0" if ON_STREAMS else "cpu:0")
     yield chosen
     await chosen.aclose()
+
+
+@pytest.fixture
+def made_on_device() -> Iterator[None]:
+    """Have a test make its tensors on the devices with streams, if its strategies run there."""
+    with streams.makers() if ON_STREAMS else nullcontext():
+        yield
 
 
 @pytest_asyncio.fixture

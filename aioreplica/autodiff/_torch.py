@@ -73,7 +73,7 @@ class TorchAdapter(Adapter):
 
     def constant(self, array: Array) -> torch.Tensor:
         """Return a tensor of its own: torch knows no read-only ones."""
-        return array if isinstance(array, torch.Tensor) else torch.tensor(array)
+        return array if isinstance(array, torch.Tensor) else torch.tensor(array, device="cpu")
 
     def perform(self, collective: LinearCollective, value: Array) -> Array:
         """Send a tensor through a collective."""
@@ -92,7 +92,7 @@ class _TorchInput:
         self.is_tensor = isinstance(array, torch.Tensor)
         self.is_traced = False
         if not self.is_tensor:
-            self.tensor = torch.tensor(array)  # a copy: NumPy's may be read-only
+            self.tensor = torch.tensor(array, device="cpu")  # a copy: NumPy's may be read-only
             self.tensor.requires_grad_()
         elif array.requires_grad:
             self.is_traced = True

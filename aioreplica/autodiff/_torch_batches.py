@@ -103,7 +103,7 @@ class Batches:
         states = blocking.broadcast([each.get_state().numpy() for each in generators], 0)
         for generator, state in zip(generators, states, strict=True):
             if is_reader:
-                generator.set_state(torch.tensor(state))
+                generator.set_state(torch.tensor(state, device="cpu"))
 
     def __repr__(self) -> str:
         return f"<Batches of {type(self._loader).__name__} | a part for each replica>"
@@ -137,7 +137,7 @@ def fingerprint(batch: object) -> int:
     """Return a checksum of how many rows a batch has, and of its first and last ones."""
     found = 0
     for leaf in flatten(batch)[0]:
-        ends = torch.as_tensor(leaf)[[0, -1]].contiguous().view(-1).view(torch.uint8)
+        ends = torch.as_tensor(leaf, device="cpu")[[0, -1]].contiguous().view(-1).view(torch.uint8)
         found = zlib.crc32(ends.numpy().data, zlib.crc32(str(leaf.shape).encode(), found))
     return found
 

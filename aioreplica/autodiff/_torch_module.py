@@ -26,6 +26,8 @@ from ..values import Variable, local_value
 from ._torch_random import SeededDraws, SeedStreams, may_draw
 from ._variables import ModelVariables, new_state, require_outside_replicas, write_state
 
+CPU = torch.device("cpu")  # not the default device that a program may have set
+
 
 @final
 class TorchModule:
@@ -163,7 +165,7 @@ class TorchModule:
             pairs.append((found[key], value))
         with torch.no_grad():
             for target, value in pairs:
-                target.copy_(torch.tensor(value))
+                target.copy_(torch.tensor(value, device=CPU))
 
     def __repr__(self) -> str:
         mode = "training" if self.training else "evaluation"
@@ -433,11 +435,11 @@ def _tensor(value: Array | torch.Tensor) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value
     with torch.inference_mode(mode=False):
-        return torch.tensor(value)
+        return torch.tensor(value, device=CPU)
 
 
 def _as_tensor(leaf: object, device: torch.device | None = None) -> object:
-    return torch.tensor(leaf, device=device) if isinstance(leaf, np.ndarray) else leaf
+    return torch.tensor(leaf, device=device or CPU) if isinstance(leaf, np.ndarray) else leaf
 
 
 def _device_of(args: tuple[object, ...], kwargs: dict[str, object]) -> torch.device | None:

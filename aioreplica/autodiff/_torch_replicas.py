@@ -222,7 +222,7 @@ class Averaging:
         """Return a tensor that is kept from call to call: fresh memory costs page faults."""
         flat = self._flat.get((kind, dtype))
         if flat is None or flat.numel() != size:
-            flat = self._flat[kind, dtype] = torch.empty(size, dtype=dtype)
+            flat = self._flat[kind, dtype] = torch.empty(size, dtype=dtype, device="cpu")
         return flat
 
     # ---- epochs --------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
 from types import SimpleNamespace
 from typing import Any, final
@@ -158,7 +159,15 @@ class _Rule:
 
     def parameter(self, shape: Sequence[int]) -> Any:
         """Return a parameter of a shape, without memory for it: torch looks at shapes at once."""
-        return self.torch.nn.Parameter(self.torch.zeros(()).expand(tuple(shape)))
+        return self.torch.nn.Parameter(self.torch.zeros((), device="cpu").expand(tuple(shape)))
+
+    def on_host(self) -> AbstractContextManager[object]:
+        """Have torch make what it keeps for variables on the host, where these are."""
+        is_default = self.torch.get_default_device().type == "cpu"
+        context: AbstractContextManager[object] = (
+            nullcontext() if is_default else self.torch.device("cpu")
+        )
+        return context
 
     def example(self, index: int) -> object:
         """Return a parameter of a shape that a group takes."""
@@ -188,7 +197,7 @@ class _Rule:
         """Tell whether torch takes the whole step in one pass, and the user chose no other way."""
         if any(name in options for options in chosen for name in KINDS_OF_STEP):
             return False
-        parameter = self.torch.nn.Parameter(self.torch.zeros(1))
+        parameter = self.torch.nn.Parameter(self.torch.zeros(1, device="cpu"))
         try:
             optimizer_class([parameter], **self._options, fused=True)
         except (TypeError, ValueError, RuntimeError):  # it has none, or not for these options
@@ -204,10 +213,11 @@ class _Rule:
         """Return the state of a variable before its first update: zeros of the right shapes."""
         parameter = self.torch.nn.Parameter(self.torch.from_numpy(np.zeros(shape, dtype)))
         parameter.grad = self.torch.zeros_like(parameter)
-        optimizer = self._class([{**self.groups[index], "params": [parameter]}], **self._options)
-        optimizer.step()
+        with self.on_host():
+            made = self._class([{**self.groups[index], "params": [parameter]}], **self._options)
+            made.step()
         found: dict[str, Array] = {}
-        for name, part in optimizer.state[parameter].items():
+        for name, part in made.state[parameter].items():
             if part is not None:
                 found[name] = np.zeros_like(self.checked_tensor(name, part).detach().numpy())
         return found
@@ -316,7 +326,8 @@ class _FromTorch(JointOptimizer):
         """Copy values and slots to new memory, where torch moves them."""
         factors = [factor for factor, _ in prepared]
         everything = [variable for group in groups for variable in group]
-        with self._rule.lock:  # runs that go on at the same time share torch's optimizer
+        # Runs that go on at the same time share torch's optimizer.
+        with self._rule.lock, self._rule.on_host():
             for old, new in write.begin(everything):
                 self._step(variables, factors, prepared[0][1], gradients, old, new)
         self.is_warm = True
@@ -363,7 +374,9 @@ class _FromTorch(JointOptimizer):
                 if part is not tensor and part is not None:
                     tensor.copy_(rule.checked_tensor(name, part))
             parameter.grad = None
-            parameter.data = torch.zeros(0)  # it would hold a buffer that the next step can use
+            parameter.data = torch.zeros(
+                0, device="cpu"
+            )  # it would hold a buffer that the next step can use
         state.clear()
 
     def _optimizer_for(

@@ -51,6 +51,18 @@ def test_a_call_gives_what_the_module_gives() -> None:
     assert not model(X).requires_grad
 
 
+def test_a_default_device_of_torch_is_not_that_of_variables() -> None:
+    model = torch_module(mlp())
+    with torch.device("meta"):
+        _, pairs = differentiate_variables(lambda: torch.sum(model(X)), model.variables)
+        model.copy_to(copied := mlp().to_empty(device="cpu"))
+        _, [square] = value_and_grad(lambda xs: xs[0] * xs[0], "torch")([np.array(3.0)])
+
+    assert_all_equal([g for g, _ in pairs], gradients_of(mlp(), X))
+    assert torch.equal(copied[0].weight, mlp()[0].weight)
+    assert square == 6.0
+
+
 def test_gradients_are_those_of_torch_bit_by_bit() -> None:
     module = mlp()
     model = torch_module(module)

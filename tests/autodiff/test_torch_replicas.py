@@ -97,6 +97,19 @@ async def test_replicas_train_as_one_process_does(gang: ar.MirroredStrategy, dat
 
 
 @pytest.mark.asyncio
+async def test_a_default_device_of_torch_is_not_that_of_what_is_sent(
+    pair: ar.MirroredStrategy,
+) -> None:
+    def trained(model: Any, optimizer: Any, batches: Any) -> Any:
+        with torch.device("meta"):
+            return train(model, optimizer, batches)
+
+    one, other = await run(pair, network(), trained), await run(pair, network(), train)
+
+    assert_equal(one[0], other[0], 0.0)
+
+
+@pytest.mark.asyncio
 async def test_gradients_are_added_up_without_sync(pair: ar.MirroredStrategy) -> None:
     def accumulate(model: Any, optimizer: Any, batches: Any) -> None:
         for number, (x, y) in enumerate(batches):

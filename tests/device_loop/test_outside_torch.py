@@ -9,7 +9,7 @@ import aioreplica as ar
 
 torch = pytest.importorskip("torch")
 
-pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio]
+pytestmark = [pytest.mark.usefixtures("no_task_left", "made_on_device"), pytest.mark.asyncio]
 
 
 def clusters_of(strategy: ar.Strategy) -> list[str]:

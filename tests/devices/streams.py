@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from aioreplica.context import REGISTRY
-from aioreplica.devices.backends import Backend, NumpyBackend, TorchBackend
+from aioreplica.devices.backends import Backend, NumpyBackend, TorchBackend, find_backends
 
 pytest.importorskip("torch")  # doctests are looked for in this file, too
 
@@ -76,7 +76,7 @@ class Stream:
 
 
 DEFAULT = Stream("default")
-MODE = {"is": "late"}
+MODE = {"is": "late", "makes": "on the host"}
 
 
 def current() -> Stream:
@@ -140,7 +140,12 @@ class DeviceArray(torch.Tensor):
         return read(self).tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
+        if not force:
+            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu().")
         return read(self).numpy()
+
+    def cpu(self) -> Any:  # type: ignore[override]
+        return Download.apply(self)
 
 
 def launch(func: Any, args: Any, kwargs: Any) -> Any:
@@ -162,7 +167,7 @@ def launch(func: Any, args: Any, kwargs: Any) -> Any:
     aliases = [each.alias_info for each in func._schema.arguments if each.alias_info is not None]
     if any(alias.is_write for alias in aliases):
         current().enqueue(lambda: func(*plain, **named))
-        return args[0]
+        return args[0] if func._schema.returns else None
     if aliases:  # a view: another shape of the same memory
         return tree_map(lambda out: DeviceArray(out, held[0]), func(*plain, **named))
     shape = func(*plain, **named)  # of whatever is there by now; nobody sees these numbers
@@ -223,6 +228,18 @@ class Upload(torch.autograd.Function):
         return read(gradients[0])
 
 
+class Download(torch.autograd.Function):
+    """A copy to the host, and of gradients back."""
+
+    @staticmethod
+    def forward(_ctx: Any, array: torch.Tensor) -> torch.Tensor:
+        return read(array)
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> DeviceArray:
+        return upload(gradients[0])
+
+
 PINNED: MutableMapping[torch.Tensor, list[Stream]] = WeakTensorKeyDictionary()
 
 
@@ -242,11 +259,17 @@ def hand_out(users: list[Stream], data: torch.Tensor) -> None:
             data.fill_(poison_of(data.dtype))
 
 
+FACTORIES = (torch.tensor, torch.ones, torch.zeros, torch.arange, torch.full)
+
+
 class Copies(TorchFunctionMode):
     """Takes the place of torch's own copies to the device; others are not known here."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
+        if func in FACTORIES and "device" not in named and MODE["makes"] == "there":
+            needs_gradient = named.pop("requires_grad", False)
+            return upload(func(*args, **named)).requires_grad_(needs_gradient)
         if func is torch.tensor and named.get("device") == DEVICE:
             return upload(torch.tensor(*args))
         if func is torch.empty and named.pop("pin_memory", False):
@@ -311,7 +334,19 @@ def installed(mode: str, backend: Backend | None = None) -> Iterator[None]:
 def take_place(mode: str) -> None:
     """Put devices with streams in the place of the machine's own for as long as it lives."""
     MODE["is"] = mode
-    REGISTRY.replace("backends", (NumpyBackend(), StreamBackend()))
+    others = [each for each in find_backends() if not isinstance(each, TorchBackend)]
+    REGISTRY.replace("backends", (*others, StreamBackend()))
+
+
+@contextmanager
+def makers() -> Iterator[None]:
+    """Have torch make tensors on the device, as one that is set by `torch.set_default_device`."""
+    MODE["makes"] = "there"
+    try:
+        with Copies():
+            yield
+    finally:
+        MODE["makes"] = "on the host"
 
 
 @contextmanager

@@ -97,6 +97,20 @@ async def test_classes_that_tell_matrices_from_vectors_are_torchs(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["Adam", "Adagrad", "RMSprop", "NAdam"])
+async def test_a_default_device_of_torch_is_not_that_of_variables(name: str) -> None:
+    found = []
+    for device in ("cpu", "meta"):
+        variable = ar.Variable(np.ones(3, "f4"))
+        with torch.device(device):
+            optimizer = from_torch(getattr(torch.optim, name), lr=0.1)
+            for _ in range(2):
+                await optimizer.apply_gradients([(np.full(3, 0.5, "f4"), variable)])
+        found.append(variable.value.tolist())
+    assert found[0] == found[1] != [1.0, 1.0, 1.0]
+
+
+@pytest.mark.asyncio
 async def test_a_shape_that_torch_refuses_changes_nothing() -> None:
     w = ar.Variable(np.ones(3, "f4"))
     with pytest.raises(ValueError, match="Muon only supports 2D parameters"):

@@ -65,9 +65,9 @@ class TorchBackend(Backend):
             return value.to(target)
         array = np.asarray(value)
         if target.type != "cuda":
-            return torch.tensor(array)
-        like = torch.tensor(array[(slice(0, 0),) * array.ndim])
-        pinned = torch.empty(array.shape, dtype=like.dtype, pin_memory=True)
+            return torch.tensor(array, device="cpu")
+        like = torch.tensor(array[(slice(0, 0),) * array.ndim], device="meta")
+        pinned = torch.empty(array.shape, dtype=like.dtype, device="cpu", pin_memory=True)
         np.copyto(pinned.numpy(), array)
         return pinned.to(target, non_blocking=True)  # torch keeps what is still read
 

@@ -12,6 +12,7 @@ from aioreplica.typing import ReduceOp
 from tests.replica.gated import me, my_id
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("made_on_device")
 
 
 def test_it_is_found_for_tensors() -> None:
@@ -35,6 +36,8 @@ def test_numbers_survive_the_way_there_and_back(is_writable: bool) -> None:
     assert TorchBackend().put(tensor, "cpu:0") is tensor
     tensor.zero_()
     assert array.tolist() == [0.0, 1.0, 2.0]
+    with torch.device("meta"):
+        assert TorchBackend().put(array, "cpu:0").tolist() == [0.0, 1.0, 2.0]
     with TorchBackend().scope("cpu:0"):
         TorchBackend().synchronise("cpu:0")
 
@@ -135,5 +138,7 @@ async def test_tensors_and_arrays_do_not_mix(pair: ar.MirroredStrategy) -> None:
     async def step() -> Any:
         return await me().all_reduce("sum", torch.ones(2) if my_id() else np.ones(2))
 
-    with pytest.raises(MergeMismatchError, match="ndarray and Tensor differ"):
+    with pytest.raises(
+        MergeMismatchError, match=f"ndarray and {type(torch.ones(1)).__name__} differ"
+    ):
         await pair.run(step)
