@@ -158,3 +158,45 @@ async def test_a_variable_written_meanwhile_is_not_overwritten(pair: ar.Strategy
 
     np.testing.assert_array_equal(w.value, np.zeros(3))
     assert w.version == 2
+
+
+async def test_steps_are_published_though_the_next_ones_cannot_begin(pair: ar.Strategy) -> None:
+    """They would be while those run; here the numbers of their updates are missing."""
+
+    def optimizer() -> ar.optimizers.Optimizer:
+        return ar.optimizers.Adam(lambda iteration: dict.fromkeys(range(4), 0.05)[iteration])
+
+    expected_w, _, expected_step = model(pair, optimizer)
+    await pair.run_steps(expected_step, iter(elements(pair, 4)), 4, compile="jax", every=2)
+    w, made, step = model(pair, optimizer)
+    iterator = iter(elements(pair, 8))
+
+    with pytest.raises(KeyError):
+        await pair.run_steps(step, iterator, 8, compile="jax", every=2)
+
+    np.testing.assert_array_equal(w.value, expected_w.value)
+    assert (w.version, int(made.iterations.value)) == (4, 4)
+    left = await pair.run_steps(lambda ctx, x, y: None, iterator, 8)
+    assert left.steps_run == 4
+
+
+async def test_a_write_between_two_publications_ends_the_run(pair: ar.Strategy) -> None:
+    """It is seen while the steps behind those that are to be published run."""
+    w, made, step = model(pair, adam)
+    iterator, seen = iter(elements(pair, 12)), []
+
+    def interfere(number: int) -> None:
+        seen.append(w.version)
+        if len(seen) == 2:
+            zeros = np.zeros(3, np.float32)
+            w.store.write({w: (zeros, zeros)})
+
+    remove = pair.observers.add(ar.telemetry.Observer(write_published=interfere))
+    with pytest.raises(ContextError, match="was written by something else"):
+        await pair.run_steps(step, iterator, 12, compile="jax", every=2)
+    remove()
+
+    np.testing.assert_array_equal(w.value, np.zeros(3))
+    assert (seen, int(made.iterations.value)) == ([2, 4, 5], 4)
+    left = await pair.run_steps(lambda ctx, x, y: None, iterator, 12)
+    assert left.steps_run == 8

@@ -37,6 +37,32 @@ def everything(ctx: ar.MultiStepContext, x: Any) -> None:
         ctx.set_last_step_output(name, value)
 
 
+@pytest.mark.parametrize(
+    "number", [np.int8(100), np.uint8(200), np.int16(30_000), np.int32(2_000_000_000)]
+)
+async def test_a_mean_of_integers_does_not_wrap(number: Any) -> None:
+    async with mirrored(3) as strategy:
+        found = []
+        for options in ({}, {"compile": "jax"}):
+            with strategy.scope():
+                v = ar.Variable(np.zeros(2, np.asarray(number).dtype), aggregation="mean")
+
+            def step(ctx: ar.MultiStepContext, x: Any, v: ar.Variable = v) -> None:
+                x = jnp.asarray(x)
+                mean = me().blocking.all_reduce("mean", ar.Weighted(x, x[0]))
+                ctx.set_last_step_output("total", mean.total)
+                ctx.set_last_step_output("weight", mean.weight)
+                ctx.set_last_step_output("part", me().blocking.reduce_scatter("mean", x))
+                v.blocking.assign(x[:2])
+
+            given = ar.PerReplica([np.full(3, number)] * 3)
+            result = await strategy.run_steps(step, iter([(given,)]), 1, **options)
+            found.append([v.value, *(o.values[0] for o in result.last_step_outputs.values())])
+    for eager, compiled in zip(*found, strict=True):
+        np.testing.assert_allclose(compiled, eager, rtol=1e-6)
+        np.testing.assert_allclose(eager, number, rtol=1e-6)
+
+
 async def test_every_collective_gives_what_it_gives_eagerly(strategy: ar.Strategy) -> None:
     n = strategy.num_replicas_in_sync
     parts = [np.arange(8, dtype=np.float32) + i for i in range(n)]

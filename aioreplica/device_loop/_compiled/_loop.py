@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ...context import LoopStep
 from ...errors import ContextError, NonFiniteError
 from ...optimizers import Optimizer
-from ...replica import BlockingContext, RunningReplica, random_stream
+from ...replica import BlockingContext, RunningReplica
 from ...telemetry import EventLog
 from ...tree import flatten
 from ...values import Variable, is_floating
@@ -124,6 +124,7 @@ class CompiledLoop:
         self._size = 0
         self._done = 0
         self._published = 0
+        self._is_due = False
         self._records: list[tuple[int, str, float]] = []
         self._carry: Any = None
         self._bases: dict[Variable, tuple[Array, ...]] = {}
@@ -149,14 +150,18 @@ class CompiledLoop:
         ahead = self._taken(blocking, None, waits=True)
         while ahead is not None:
             before, chunk = self._done, ahead
-            ahead = self._ran(replica, chunk)
+            try:
+                ahead = self._ran(replica, chunk)
+            except BaseException:
+                self._publish_due()  # the steps before this chunk are complete
+                raise
             self._spare = chunk  # its program has ended
             blocking.step_ended(self._done - before)  # a stall is noticed by steps that are not
-            is_due = self._done - self._published >= self._every or self._done == self._num_steps
-            if is_due:
-                self._publish()
+            self._is_due = self._done - self._published >= self._every
+            if ahead is None or ahead.num_steps < self._num_wanted():  # else while that one runs
+                self._publish_due()
             ahead = self._taken(blocking, ahead, waits=True)
-        if self._done > self._published:  # the iterator was exhausted, or it failed
+        if self._done > self._published:  # the last ones, or the iterator was exhausted or failed
             self._publish()
 
     def _taken(
@@ -172,7 +177,7 @@ class CompiledLoop:
         infeed, is_end = self._infeed, False
         while not is_end:
             begun = 0 if chunk is None else chunk.num_steps
-            wanted = min(self._room(), self._num_steps - self._done) - begun
+            wanted = self._num_wanted() - begun
             if wanted <= 0:
                 break
             if infeed.is_empty(len(self._steps) - 1):
@@ -202,11 +207,12 @@ class CompiledLoop:
                 self._leaves = _leaves_of
         return Chunk(self._size, element)
 
-    def _room(self) -> int:
-        """Return how many steps a chunk may have before values have to be published."""
+    def _num_wanted(self) -> int:
+        """Return how many steps the next chunk has: none reaches over what is published at once."""
         if self._program is None:
-            return 1
-        return min(self._size, self._every - (self._done - self._published) % self._every)
+            return min(1, self._num_steps - self._done)
+        room = self._every - (self._done - self._published) % self._every
+        return min(self._size, room, self._num_steps - self._done)
 
     def _begin(self, parts: Sequence[object], element: Sequence[Sequence[Array]]) -> None:
         """Find the program, and put values of variables on its devices."""
@@ -230,7 +236,8 @@ class CompiledLoop:
         program, begun = self._program, self._carry
         assert program is not None  # the chunk has an element
         bases = {o: int(o.iterations.components[0]) + self._counts[o] for o in program.applied}
-        args = self._arguments(program, chunk, bases)
+        begins = (self._first, self._done)
+        args = program.arguments(chunk.arrays, chunk.size, begins, self._seed, bases)
         before = _iterations(program, begun)
         codes, records, ahead = self._called(replica, program, chunk, args)
         failed = np.flatnonzero(codes)
@@ -274,6 +281,7 @@ class CompiledLoop:
                 begin = perf_counter()
                 carry, codes, records = scan(self._carry, *args, np.int32(0))
                 try:
+                    self._publish_due()
                     begun_ahead = self._ahead(replica, chunk)
                 finally:  # an abort is seen there, too: nothing runs behind this block
                     jax.block_until_ready((carry, codes, records))
@@ -281,6 +289,7 @@ class CompiledLoop:
             trial.add("scan", seconds)
             self._carry = carry
             return of_first(codes), [of_each(each)[0] for each in records], begun_ahead
+        self._publish_due()
         begin = perf_counter()
         self._carry, codes, records = self._stepped(replica, program, chunk, self._carry, args)
         begun_ahead = self._ahead(replica, chunk)  # a scan does it meanwhile
@@ -327,25 +336,6 @@ class CompiledLoop:
         finally:
             self._done -= chunk.num_steps
 
-    def _arguments(
-        self, program: StepProgram, chunk: Chunk, bases: Mapping[Optimizer, int]
-    ) -> tuple[object, ...]:
-        count, size = program.num_replicas, chunk.size
-        arrays = [
-            program.given([chunk.arrays[i][leaf] for i in range(count)])
-            for leaf in range(len(chunk.arrays[0]))
-        ]
-        first = self._first + self._done
-        seeds = [
-            program.given(
-                [_seeds(name, self._seed, first, None if shared else i, size) for i in range(count)]
-            )
-            for name, shared in program.keys
-        ]
-        table = program.table(size, bases)
-        numbers = np.array([self._done, self._first, *bases.values()], np.int32)
-        return (arrays, seeds), numbers, table
-
     # ---- steps that fail -----------------------------------------------------------------
 
     def _fail(self, program: StepProgram, code: int) -> None:
@@ -358,6 +348,11 @@ class CompiledLoop:
 
     # ---- publication ---------------------------------------------------------------------
 
+    def _publish_due(self) -> None:
+        """Publish the steps behind which it is time, if that was left for later."""
+        if self._is_due:
+            self._publish()
+
     def _publish(self) -> None:
         """Publish the values behind the last step, as one write, and count the steps.
 
@@ -366,6 +361,7 @@ class CompiledLoop:
         """
         program = self._program
         assert program is not None  # a step was run
+        self._is_due = False
         num_steps = self._done - self._published
         self._write(program, num_steps)
         outputs = self._carry[1]
@@ -420,7 +416,7 @@ class CompiledLoop:
                 "not published, and their elements went back to the iterator. Write variables "
                 "between calls of run_steps, or in the step."
             )
-        self._bases.update({variable: variable.components for variable in changes})
+        self._bases.update(changes)  # and not what they hold now: who wrote since is seen
         self._programs.keep(program, self._bases, self._carry[0])
         self._counts = dict.fromkeys(self._counts, 0)
 
@@ -466,12 +462,6 @@ def _is_in_doubt(program: StepProgram, carry: Any) -> bool:
                 if is_floating(array.dtype) and not np.isfinite(array).all():
                     return True
     return False
-
-
-def _seeds(name: str, seed: int, first: int, replica_id: int | None, size: int) -> Array:
-    """Return the seeds that `jax_key` takes in each step of a chunk."""
-    rngs = (random_stream(seed, first + i, replica_id, name) for i in range(size))
-    return np.array([int(rng.integers(2**31)) for rng in rngs], np.uint32)
 
 
 def _stack(leaves: Sequence[object], rows: Array) -> None:

@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as Spec
 
 from ...context import CurrentStrategy
 from ...optimizers import Optimizer
+from ...replica import random_stream
 from ...tree import Array, Tree, TreeSpec, flatten, unflatten
 from ...values import Variable
 from ._trace import AXIS, StepTrace, Traced, TracedLoop
@@ -321,6 +322,35 @@ class StepProgram:
             return args
         return jax.device_put(args, NamedSharding(self._mesh, OfAll))
 
+    def arguments(
+        self,
+        arrays: Sequence[Sequence[Array]],
+        size: int,
+        begins: tuple[int, int],
+        seed: int,
+        bases: Mapping[Optimizer, int],
+    ) -> tuple[object, ...]:
+        """Return what a program is given for a chunk, beside the state.
+
+        Args:
+            arrays: The stacked elements, for each replica.
+            size: How many steps fit the chunk.
+            begins: Number of the loop in the strategy, and of the chunk's first step in the loop.
+            seed: Of the run.
+            bases: How many updates each optimizer has made.
+        """
+        elements = [self.given(own) for own in zip(*arrays, strict=True)]
+        first, done = begins
+        seeds = [
+            self.given([
+                _seeds(name, seed, first + done, None if shared else i, size)
+                for i in range(self.num_replicas)
+            ])
+            for name, shared in self.keys
+        ]  # fmt: skip
+        numbers = np.array([done, first, *bases.values()], np.int32)
+        return (elements, seeds), numbers, self.table(size, bases)
+
     def table(self, num_steps: int, bases: Mapping[Optimizer, int]) -> list[list[Array]]:
         """Call `prepare` for all updates that so many steps may make; return its numbers."""
         tables = []
@@ -337,6 +367,12 @@ class StepProgram:
 def reference_to(fn: Callable[..., object]) -> Callable[[], Callable[..., object] | None]:
     """Return what gives a step function as long as the program has it; others are kept."""
     return weakref.ref(fn) if type(fn) is FunctionType else lambda: fn
+
+
+def _seeds(name: str, seed: int, first: int, replica_id: int | None, size: int) -> Array:
+    """Return the seeds that `jax_key` takes in each step of a chunk."""
+    rngs = (random_stream(seed, first + i, replica_id, name) for i in range(size))
+    return np.array([int(rng.integers(2**31)) for rng in rngs], np.uint32)
 
 
 def of_first(array: Traced) -> Array:

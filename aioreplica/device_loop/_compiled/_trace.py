@@ -195,9 +195,8 @@ class StepTrace:
             )
         if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return self.first([new])[0]
-        total = self.sum([new])[0]
         is_mean = variable.aggregation is VariableAggregation.MEAN
-        return total / self.num_replicas if is_mean else total
+        return (self.mean if is_mean else self.sum)([new])[0]
 
     # ---- other replicas ------------------------------------------------------------------
 
@@ -216,6 +215,12 @@ class StepTrace:
                     first = first + other
                 sums.append(first)
         return [total.astype(part.dtype) for total, part in zip(sums, parts, strict=True)]
+
+    def mean(self, parts: Sequence[Traced]) -> list[Traced]:
+        """Average arrays over the replicas; integers as floats, whose sum does not wrap."""
+        floating = jax.dtypes.canonicalize_dtype(np.float64)
+        floats = [p.astype(floating) if p.dtype.kind in "iub" else p for p in parts]
+        return [total / self.num_replicas for total in self.sum(floats)]
 
     def first(self, parts: Sequence[Traced]) -> list[Traced]:
         """Take arrays of replica 0."""
@@ -519,12 +524,12 @@ class TracedReplica:
         if op is ReduceOp.MIN or op is ReduceOp.MAX:
             fn = lax.pmin if op is ReduceOp.MIN else lax.pmax
             found = [self._extreme(array, fn) for array in arrays]
+        elif op is ReduceOp.MEAN:
+            found = self._trace.mean(arrays)
         else:
             found = self._trace.sum(
                 [a.astype(jnp.int32) if a.dtype == jnp.bool_ else a for a in arrays]
             )
-            if op is ReduceOp.MEAN:
-                found = [total / self._trace.num_replicas for total in found]
         return unflatten(spec, [then(each) for each in found])
 
     def _extreme(self, array: Traced, fn: Callable[..., Traced]) -> Traced:
