@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..values import PerReplica
 
 if TYPE_CHECKING:
+    from ..devices import Device
     from ._strategy import Strategy
 
 M = TypeVar("M")
@@ -47,6 +49,9 @@ def prepare(
         ValueError: If a module is lazy, the optimizer has a scheduler, hooks, or parameters of
             others, or the loader a DistributedSampler, or batches of fewer examples than replicas.
         ContextError: If called inside a replica.
+
+    Warns:
+        UserWarning: If replicas are on devices that the module, on the CPU, does not compute on.
 
     Cancellation:
         A run that is cancelled leaves the module in the middle of an epoch. Prepare it again then.
@@ -111,6 +116,7 @@ def _made(
     made: Any = replicas_of(
         module, optimizer, loader, runtime.num_local_replicas, runtime.num_replicas_in_sync
     )
+    _warn_of_idle_devices(module, runtime.replica_devices)
     if runtime.has_plain_values:
         modules, optimizers, batches = (column[0] for column in made)
     else:
@@ -118,6 +124,24 @@ def _made(
             PerReplica(column, devices=runtime.device_names) for column in made
         )
     return modules, optimizers, batches
+
+
+def _warn_of_idle_devices(module: Any, devices: Sequence[Device | None]) -> None:
+    idle = [str(device) for device in devices if device is not None and device.kind != "cpu"]
+    if not idle or any(tensor.device.type != "cpu" for tensor in module.parameters()):
+        return
+    advice = f"Move module and batches with .to({idle[0]!r})."
+    if len(devices) > 1:
+        advice = (
+            "It averages the gradients of modules on the CPU only: for GPUs use "
+            "ar.autodiff.torch_module, which computes where its arguments are, or one replica."
+        )
+    warnings.warn(
+        f"Replicas are on {', '.join(idle)}, but {type(module).__name__} is on the CPU, so the "
+        f"loop that ar.prepare makes ready computes on the CPU. {advice}",
+        UserWarning,
+        stacklevel=4,
+    )
 
 
 def _torch_part(name: str, caller: str) -> Any:

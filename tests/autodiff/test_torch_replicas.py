@@ -19,6 +19,7 @@ from tests.strategies.workers import on_workers
 
 torch = pytest.importorskip("torch")
 nn, functional = torch.nn, torch.nn.functional
+pytestmark = pytest.mark.filterwarnings("ignore:Replicas are on cuda")  # over devices with streams
 
 DRAWN = torch.Generator().manual_seed(0)
 X, Y = torch.randn(26, 4, generator=DRAWN), torch.randn(26, 2, generator=DRAWN)

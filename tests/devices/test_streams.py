@@ -515,6 +515,33 @@ async def test_a_variable_takes_the_numbers_of_an_op(pair: ar.MirroredStrategy) 
     assert total.value.tolist() == [4.0, 8.0]
 
 
+@pytest.mark.asyncio
+async def test_prepare_says_that_modules_of_the_host_compute_there(
+    pair: ar.MirroredStrategy,
+) -> None:
+    def train(model: Any, optimizer: Any, batches: Any) -> Any:
+        for x in batches:
+            model(x).sum().backward()
+            optimizer.step()
+        return model.weight.detach().clone()
+
+    module = torch.nn.Linear(2, 1, bias=False)
+    start, data = module.weight.detach().clone(), [torch.ones(4, 2)]
+    sgd = torch.optim.SGD(module.parameters(), 0.5)
+
+    with pytest.warns(UserWarning, match=r"on cuda:0, cuda:1, but Linear is on the CPU.*torch_mod"):
+        prepared = ar.prepare(module, sgd, data, strategy=pair)
+    found = pair.local_results(await pair.run(train, args=prepared))
+    async with ar.OneDeviceStrategy("cuda:0") as one:
+        with pytest.warns(UserWarning, match=r"on cuda:0, but.*Move module and batches with \.to"):
+            ar.prepare(module, sgd, data, strategy=one)
+    module.weight = torch.nn.Parameter(numbers()[None])
+    with pytest.raises(TypeError, match=r"'weight' is on cuda:0, but ar\.prepare averages"):
+        ar.prepare(module, sgd, data, strategy=pair)
+
+    assert [each.tolist() for each in found] == [(start - 1.0).tolist()] * 2
+
+
 # ---- models ----------------------------------------------------------------------------------
 
 
