@@ -13,6 +13,8 @@ from ._format import tensors_header as tensors_header
 from ._fsspec import FsspecStorage as FsspecStorage
 from ._lock import FileLock as FileLock
 from ._manager import CheckpointManager as CheckpointManager
+from ._manager import wait_beside as wait_beside
+from ._manager import waited_for as waited_for
 from ._preemption import EXIT_CODE as EXIT_CODE
 from ._reading import find_leftovers as find_leftovers
 from ._reading import newest_whole as newest_whole

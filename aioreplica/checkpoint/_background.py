@@ -93,8 +93,12 @@ class Background:
     async def wait(self, owner: object) -> None:
         """Wait for the save in the background, if there is one; see `waited_for`."""
         with self.waited_for(owner):
-            while self._task is not None and not self._task.is_done:
-                await self._task.done_or_cancelled()
+            await self.wait_beside()
+
+    async def wait_beside(self) -> None:
+        """Wait for the save in the background, if there is one, and let it make its pauses."""
+        while self._task is not None and not self._task.is_done:
+            await self._task.done_or_cancelled()
 
     async def end(self, owner: object) -> None:
         """Wait for it, and go on with it when cancelled; see `waited_for`."""

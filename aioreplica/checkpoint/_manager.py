@@ -6,7 +6,7 @@ import operator
 import os
 import warnings
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial as bound
 from time import monotonic
 from types import TracebackType
@@ -526,6 +526,20 @@ class CheckpointManager:
             if error is None:
                 raise
             error.add_note(f"A save in the background had failed too: {failure}")
+
+
+async def wait_beside(manager: CheckpointManager) -> None:
+    """Wait as `CheckpointManager.wait` does, but in the background, too: the save has its pauses.
+
+    What waits for what waits here has to say so, by `waited_for`.
+    """
+    await manager._saves.wait_beside()
+    manager._saves.raise_failure()
+
+
+def waited_for(manager: CheckpointManager) -> AbstractContextManager[None]:
+    """Let saves of a manager make no pauses in a block, those that begin meanwhile too."""
+    return manager._saves.waited_for(manager)
 
 
 def _require_step_function(step: object) -> None:

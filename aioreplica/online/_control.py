@@ -24,7 +24,7 @@ from ..errors import ContextError, JournalError, StallError
 from ._generations import checked, require_none
 from ._intake import dead_error
 from ._journal_format import Rollback
-from ._saving import refuse_waiters
+from ._saving import refuse_waiters, save_last
 
 if TYPE_CHECKING:
     from ._engine import Engine
@@ -81,7 +81,8 @@ async def finish(engine: Engine) -> None:
     try:
         if problem := await engine.dead.save():
             raise JournalError(f"Dead letters were not written down: {problem}")
-        await engine.saving.finish(engine.learning.settled_number, engine.version, engine.kept)
+        number = engine.learning.settled_number
+        await save_last(engine.saving, number, engine.version, engine.kept)
     except Exception as error:  # noqa: BLE001 - raised once the others are closed
         failure = error
     engine.is_finished = True

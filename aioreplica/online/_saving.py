@@ -13,6 +13,8 @@ from ..checkpoint import (
     DescribedState,
     MisfitError,
     remove_step,
+    wait_beside,
+    waited_for,
 )
 from ..devices import OwnedTask, run_on_host
 from ..errors import CheckpointError, JournalError
@@ -243,8 +245,9 @@ class Saving:
 
     async def settled(self) -> None:
         """Wait until no checkpoint is under way."""
-        if self._task is not None:
-            await self._task.done_or_cancelled()
+        if self._task is not None and self._manager is not None:
+            with waited_for(self._manager):
+                await self._task.done_or_cancelled()
 
     async def step_before(self, to: int) -> int:
         """Return the checkpoint that a rollback goes back to; see `_rollback.step_before`."""
@@ -305,10 +308,12 @@ class Saving:
 
     async def request(self) -> int:
         """Wait until one was saved that began after the call; return its number."""
-        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._waiters.append(future)
-        self._changed()
-        return await future
+        assert self._manager is not None  # or it was refused
+        with waited_for(self._manager):
+            future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+            self._waiters.append(future)
+            self._changed()
+            return await future
 
     async def begin(self, learned: int, version: int, about: Mapping[str, object]) -> None:
         """Take the cut, between two steps; files are written in the background."""
@@ -342,7 +347,7 @@ class Saving:
         assert self._manager is not None  # it saves
         try:
             try:
-                await self._manager.wait()
+                await wait_beside(self._manager)
             except Exception as error:  # noqa: BLE001 - as above
                 self._failed(error, waiters)
                 return
@@ -368,19 +373,6 @@ class Saving:
             except OSError as error:  # the checkpoint is good; what could go goes next time
                 self.error = str(error)
 
-    async def finish(self, learned: int, version: int, about: Mapping[str, object]) -> None:
-        """Save what is not saved yet, and wait for that.
-
-        Raises:
-            CheckpointError: If it could not be saved.
-        """
-        await self.settled()
-        if self._manager is not None and learned > 0 and learned != self.saved_number:
-            await self.begin(learned, version, about)
-            await self.settled()
-            if self._failure is not None:
-                raise self._failure
-
     async def aclose(self) -> None:
         """End what goes on in the background, wait for a save, give the manager's lock back."""
         refuse_waiters(self)
@@ -395,6 +387,22 @@ class Saving:
                 except CheckpointError as error:
                     self.error = str(error)
             refuse_waiters(self)  # those who have asked meanwhile
+
+
+async def save_last(
+    saving: Saving, learned: int, version: int, about: Mapping[str, object]
+) -> None:
+    """Save what is not saved yet, and wait for that.
+
+    Raises:
+        CheckpointError: If it could not be saved.
+    """
+    await saving.settled()
+    if saving._manager is not None and learned > 0 and learned != saving.saved_number:
+        await saving.begin(learned, version, about)
+        await saving.settled()
+        if saving._failure is not None:
+            raise saving._failure
 
 
 def refuse_waiters(saving: Saving) -> None:

@@ -7,6 +7,7 @@ compares all that can be seen of both.
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -275,8 +276,7 @@ def test_learners_go_on_where_the_journal_ends(
     async def main() -> None:
         seen = []
         for reopens in (False, True):
-            home = folder / str(reopens)
-            home.mkdir()
+            home = Path(tempfile.mkdtemp(dir=folder))  # the schedule may begin twice
 
             def opened(home: Path = home) -> Learning:
                 return Learning(home, has_checkpoints=has_checkpoints)

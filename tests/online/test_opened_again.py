@@ -5,6 +5,7 @@ import errno
 import shutil
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -280,18 +281,19 @@ def test_a_full_disk_at_the_start_stops_learning_and_nothing_else(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     async def main() -> None:
-        async with Counting(folder) as program:
+        home = Path(tempfile.mkdtemp(dir=folder))  # the schedule begins twice, as a save pauses
+        async with Counting(home) as program:
             await (await program.learner.submit(example(0)))
             await program.learner.pause()
             await program.learner.submit(example(1))
-            shutil.copytree(folder, folder / "crashed")
+            shutil.copytree(home, home / "crashed")
         failing = Failing()
         failing.fails_at = lambda statement: statement.startswith(("INSERT", "UPDATE"))
-        journal = Journal(folder / "crashed" / "journal.db", connect=failing.connect)
-        published = folder / "published"
+        journal = Journal(home / "crashed" / "journal.db", connect=failing.connect)
+        published = home / "published"
         with monkeypatch.context() as patch:
             patch.setattr("aioreplica.online._publishing.publish_snapshot", full)
-            program = Counting(folder / "crashed", journal=journal, publish_to=published)
+            program = Counting(home / "crashed", journal=journal, publish_to=published)
             await program.__aenter__()
             learner = program.learner
             assert learner.snapshot()[program.counts] is not None
