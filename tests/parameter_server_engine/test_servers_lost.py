@@ -160,3 +160,34 @@ async def test_a_strategy_that_is_closed_while_it_is_reopened_leaves_no_process(
             await reopening
     left = set(psutil.Process().children(recursive=True)) - before
     assert [each for each in left if "resource_tracker" not in " ".join(each.cmdline())] == []
+
+
+async def test_what_runs_while_it_is_reopened_keeps_its_worker(
+    tmp_path: Path, gate: FileGate
+) -> None:
+    async with (
+        ar.CheckpointManager(tmp_path) as manager,
+        coordinating(num_ps=2, num_workers=1) as (strategy, coordinator),
+    ):
+        with strategy.scope():
+            kept, lost = (ar.Variable(np.zeros((4, 2)), name=name) for name in ("kept", "lost"))
+        own = coordinator.create_per_worker_variable(np.zeros((4, 2)))
+        state = {"kept": kept, "lost": lost}
+        await manager.save(1, state)
+        pids = await pids_of(strategy, "W")
+        await coordinator.schedule(closures.add_row, (own, 0, gate))
+        await gate.reached(1)
+        await lose(strategy, lost)
+        with pytest.raises(WorkerLostError):
+            await lost.read()
+        await strategy.reopen(manager=manager, state=state)
+        queue = coordinator._runner.queue
+        remote = await coordinator.schedule(closures.add_row, (lost, 1, gate))
+        while (closure := queue.with_workers()[-1]).submission is None or closure.is_over:
+            await asyncio.sleep(0)
+        assert [each.began_s is None for each in queue.with_workers()] == [False, True]
+        gate.open()
+        await remote.fetch()
+        assert float((await lost.read()).sum()) == 2.0
+        np.testing.assert_array_equal(await own.read_all(), np.zeros((1, 4, 2)))
+        assert await pids_of(strategy, "W") == pids

@@ -160,13 +160,13 @@ class ClusterCoordinator:
             While it waits for room, nothing is queued.
         """
         await self._open()
-        self._runner.raise_error()
+        self._runner.queue.raise_error()
         try:
             while not self._runner.queue.has_room or self._runner.queue.is_ending:
                 self._runner.pump()
                 await self._runner.wait_in(self._runner.room)
                 self._require_open()
-                self._runner.raise_error()
+                self._runner.queue.raise_error()
             return self._add(fn, args, kwargs, timeout_s, isolate)
         except BaseException:
             self._runner.pump()  # room that this one has not taken goes to the next
@@ -194,7 +194,7 @@ class ClusterCoordinator:
             Exception: As `schedule`.
         """
         self._require_open()
-        self._runner.raise_error()
+        self._runner.queue.raise_error()
         if not self._runner.queue.has_room or self._runner.queue.is_ending:
             raise WouldBlock
         return self._add(fn, args, kwargs, timeout_s, isolate)
@@ -237,7 +237,7 @@ class ClusterCoordinator:
             await self._runner.report()
         except WorkerLostError as error:
             self._runner.queue.put_error(error)
-        self._runner.raise_error()
+        self._runner.queue.raise_error()
         self._strategy.servers.require_all()
 
     def done(self) -> bool:
@@ -248,7 +248,7 @@ class ClusterCoordinator:
         """
         self._require_open()
         if self._runner.queue.is_idle:
-            self._runner.raise_error()
+            self._runner.queue.raise_error()
         return self._runner.queue.is_idle
 
     async def fetch(self, structure: object) -> Any:
@@ -347,7 +347,7 @@ class ClusterCoordinator:
 
     async def end_with_cluster(self) -> None:
         """End what was going on in a cluster that is lost; for the strategy."""
-        await self._runner.close(self._strategy.servers.lost_error())
+        await self._runner.close(self._strategy.servers.lost_error(), is_for_good=False)
 
     def begin_with_cluster(self) -> None:
         """Run closures on a cluster that is there again."""

@@ -212,10 +212,17 @@ class ClosureQueue:
         return lost
 
     def take_over(self, former: ClosureQueue) -> None:
-        """Know the workers of a queue that was closed, and which have gone."""
+        """Know the workers of a queue that was closed, what still runs there, and which have gone.
+
+        What was cancelled while it ran keeps its place here, too.
+        """
         self.num_gone, self.last_gone = former.num_gone, former.last_gone
         for name, worker in former._workers.items():
             self._workers[name] = _Worker(worker.index, worker.slots)
+            for closure in worker.closures:
+                closure.state = "over"
+                if closure.began_s is not None:
+                    self._workers[name].closures.append(closure)
 
     def _free_index(self) -> int:
         taken = {worker.index for worker in self._workers.values()}
@@ -393,6 +400,12 @@ class ClosureQueue:
             return None
         error, self._error = self._error, None
         return error
+
+    def raise_error(self) -> None:
+        """Raise what `take_error` returns, if it does."""
+        error = self.take_error()
+        if error is not None:
+            raise error
 
     def put_error(self, error: BaseException) -> None:
         """Keep an error that nobody has seen yet, unless there is one."""

@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, final
+from typing import Any, cast, final
 
 from ...cluster import Submission
 from ...devices import OwnedTask
@@ -70,12 +70,14 @@ class ClosureRunner:
         self._watch: WorkerWatch | None = None
 
     def open(self, queue: ClosureQueue) -> None:
-        """Begin with an empty queue."""
+        """Begin with an empty queue, behind what still runs of the one before."""
         queue.take_over(self.queue)
         self.queue = queue
         self.is_open = True
         self._watch = WorkerWatch(self, self._strategy.servers)
         self._watch.begin()
+        for closure in queue.with_workers():
+            self._start_following(closure)
 
     # ---- sending -------------------------------------------------------------------------
 
@@ -156,8 +158,7 @@ class ClosureRunner:
             submissions = engine.submit(worker, [self.task_of(closure) for closure in each])
             for closure, submission in zip(each, submissions, strict=True):
                 closure.submission = submission
-                name = f"closure {closure.number} {closure.fn_name}"
-                self.start(self._follow(closure, submission), name)
+                self._start_following(closure)
             self.queue.sent(_now(), each)
         if self._watch is not None:
             self._watch.look_in_time()
@@ -178,6 +179,10 @@ class ClosureRunner:
         )
 
     # ---- ends ----------------------------------------------------------------------------
+
+    def _start_following(self, closure: ScheduledClosure) -> None:
+        following = self._follow(closure, cast(Submission, closure.submission))
+        self.start(following, f"closure {closure.number} {closure.fn_name}")
 
     async def _follow(self, closure: ScheduledClosure, submission: Submission) -> None:
         """See what was sent to its end; it may not be what counts by then."""
@@ -326,11 +331,6 @@ class ClosureRunner:
         queue = self.queue
         self._reports = await self._strategy.servers.report(queue.oldest, queue.newest, failed)
 
-    def raise_error(self) -> None:
-        error = self.queue.take_error()
-        if error is not None:
-            raise error
-
     async def wait_in(self, waiters: Any) -> None:
         """Wait for room, or until all is over.
 
@@ -358,15 +358,15 @@ class ClosureRunner:
         """Return counts of closures, and those of the servers when they were asked last."""
         return summed(self.queue.depth, self.queue.num_running, self.counts, self._reports)
 
-    async def close(self, error: Exception) -> None:
-        """End what is not over with an error, and everything that is done for closures."""
+    async def close(self, error: Exception, *, is_for_good: bool = True) -> None:
+        """End what is not over with an error, and all that is done here; what runs, if for good."""
         if self.queue.is_idle:
             await self._tell_servers()
         elif not self.queue.is_ending:
             self.fail(error)
         for task in tuple(self._ends):
             await task.ended()
-        left = [closure.submission for closure in self.queue.with_workers()]
+        left = [closure.submission for closure in self.queue.with_workers()] if is_for_good else []
         await self._strategy.engine.cancel([each for each in left if each is not None])
         self.is_open = False
         if self._watch is not None:
@@ -374,6 +374,8 @@ class ClosureRunner:
             self._watch = None
         for closure in self.queue.waiting_again():
             self.failed(closure, error)
+        for closure in self.queue.with_workers():
+            _settle_again(closure, error)
         self._outbox.clear()
         for following in tuple(self._tasks):
             following.cancel()

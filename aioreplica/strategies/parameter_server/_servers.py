@@ -317,12 +317,8 @@ class Servers:
         async with self.lock:
             self.give_up()
             self.epoch += 1  # what the former workers still send is nothing any more
-            self._handles.clear()
-            if self.copies is not None:
-                await self.copies.aclose()
-            if engine is not self.engine:
-                await self._leave_engine()
-                self.engine = engine
+            await self._leave_engine(engine)
+            self.strategy_id = uuid4().hex  # what workers had for themselves is made anew
             await self._begin()
 
     async def go_back(self, step: int | None, next_step: int) -> Reopened:
@@ -379,18 +375,20 @@ class Servers:
     async def aclose(self) -> None:
         """Let the cluster go; the variables are lost with it."""
         self.is_started = False
-        if self.copies is not None:
-            await self.copies.aclose()
-        self._handles.clear()
         await self._leave_engine()
         self.give_up()
         self._is_left = False
 
-    async def _leave_engine(self) -> None:
+    async def _leave_engine(self, successor: ClosureEngine | None = None) -> None:
+        self._handles.clear()
+        if self.copies is not None:
+            await self.copies.aclose()
         if self._has_engine:
-            self._has_engine = False
             self.engine.release(self.strategy_id)
-            await self.engine.aclose()
+            if successor is not self.engine:
+                self._has_engine = False
+                await self.engine.aclose()
+        self.engine = successor or self.engine
 
     def __repr__(self) -> str:
         return f"<Servers | {self.num_servers} servers, {len(self.lost_variables)} variables lost>"

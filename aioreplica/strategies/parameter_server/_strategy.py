@@ -280,8 +280,9 @@ class ParameterServerStrategy(Strategy):
         """Begin anew on another cluster after the loss of the scheduler, or of a server.
 
         Servers are made anew, and a checkpoint brings the variables back, with their slots; the
-        iterators of per-worker datasets go back with it, so that each element is learned once. The
-        coordinator and the variables stay the same objects. Results that were not fetched are lost.
+        iterators of per-worker datasets go back with it, so that each element is learned once. What
+        workers have for themselves is made anew. The coordinator and the variables stay the same
+        objects. Results that were not fetched are lost.
 
         Args:
             resolver_or_client: The cluster, as in the constructor; None connects to the same

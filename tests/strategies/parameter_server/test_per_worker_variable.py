@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import aioreplica as ar
 from aioreplica.cluster import current_worker_index
-from aioreplica.errors import ContextError
+from aioreplica.errors import ContextError, WorkerLostError
 from aioreplica.strategies.parameter_server._per_worker_variable import VariableOf
+from tests.parameter_server.coordinating import Gate
 from tests.strategies.parameter_server.opening import opened
 
 MAY_END = threading.Event()
@@ -139,3 +142,48 @@ async def test_threads_of_a_worker_write_a_variable_one_at_a_time() -> None:
     assert variable.value == 800
     with pytest.raises(ValueError, match="shape"):
         variable.assign(np.zeros(2))
+
+
+def add_here(counter: Any, first: Any, later: Any, gate: Gate) -> tuple[int, int]:
+    """Write before and behind a gate; make another variable there, which was not used before."""
+    counter.assign_add(1)
+    first.assign_add(1)
+    gate.pass_through()
+    counter.assign_add(1)
+    later.assign_add(1)
+    return int(counter.value), int(later.value)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_reopened", [False, True])
+async def test_after_the_loss_of_a_server_they_begin_anew_if_it_is_reopened(
+    tmp_path: Path, *, is_reopened: bool
+) -> None:
+    async with opened(1) as (strategy, coordinator), ar.CheckpointManager(tmp_path) as manager:
+        with strategy.scope():
+            w = ar.Variable(1.0, name="w")
+        await manager.save(1, {"w": w})
+        counter, later = (coordinator.create_per_worker_variable(i) for i in (10, 20))
+        resource = coordinator.create_per_worker_resource(threading.Lock)
+        before = await (await coordinator.schedule(identity_of, (resource,))).fetch()
+        gate = Gate()
+        await coordinator.schedule(add_here, (counter, counter, later, gate))
+        await gate.reached()
+        strategy.engine.lose_server(0)
+        with pytest.raises(WorkerLostError):
+            await w.read()
+        if is_reopened:
+            await strategy.reopen(manager=manager, state={"w": w})
+        else:
+            gate.open()  # restoring waits for what runs
+            await manager.restore({"w": w})
+        gate.open()  # what ran writes what it had, and makes a variable for itself alone
+        remote = await coordinator.schedule(identity_of, (resource,))
+        assert (await remote.fetch() == before) is not is_reopened
+        values = [await counter.read_all(), await later.read_all()]
+        assert values == ([[10], [20]] if is_reopened else [[13], [21]])
+        assert float(await w.read()) == 1.0
+
+
+def identity_of(thing: Any) -> int:
+    return id(thing)

@@ -237,6 +237,21 @@ def test_what_runs_while_it_is_cancelled_keeps_its_place(loop: Any) -> None:
     assert c.queue.num_running == 1
 
 
+def test_what_still_runs_keeps_its_place_in_the_next_queue(loop: Any) -> None:
+    old = Coordinator(loop, 6)
+    old.send()
+    old.queue.failed(1.0, ValueError("first"))
+    c = Coordinator(loop, 4, workers=())
+    c.queue.take_over(old.queue)
+    c.queue.set_workers(2.0, {A: 1, "c": 1})  # B has gone meanwhile, with what ran there
+    assert c.send(2.0) == [0, 1, 2, 3]
+    assert c.at(A) == [0, 1, 3]  # the first one is the old one
+    assert c.made[1].began_s is None
+    assert c.made[0].began_s == 2.0
+    c.queue.leave(5.0, old.made[0])
+    assert c.made[1].began_s == 5.0
+
+
 def test_an_error_of_one_alone_leaves_the_others(loop: Any) -> None:
     c = Coordinator(loop, 2)
     c.send()

@@ -445,6 +445,43 @@ async def test_a_result_that_is_made_again_is_lost_too(tmp_path: Path) -> None:
             await fetching
 
 
+RUNS: list[int] = []
+
+
+def pass_in_turn(*gates: Gate) -> None:
+    """Pass through the first gate in the first run, through the second in the next."""
+    RUNS.append(0)
+    gates[len(RUNS) - 1].pass_through()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("what", ["reopen", "close"])
+async def test_a_result_that_is_being_made_again_is_lost_too(tmp_path: Path, what: str) -> None:
+    async with program(tmp_path) as it:
+        RUNS.clear()
+        first, again = Gate(), Gate()
+        remote = await it.coordinator.schedule(pass_in_turn, (first, again))
+        await first.reached()
+        first.open()
+        await it.coordinator.join()
+        for worker in [*it.engine.workers_now]:
+            it.engine.lose_worker(worker)
+        it.engine.add_worker()
+        fetching = asyncio.ensure_future(remote.fetch())
+        await again.reached()
+        if what == "close":
+            await it.coordinator.aclose()
+        else:
+            await it.saved.save(1, it.state)
+            it.engine.lose_server(0)
+            await it.reopen()
+        with pytest.raises(WorkerLostError if what == "reopen" else ContextError):
+            await fetching
+        again.open()
+        if what == "reopen":
+            assert await (await it.coordinator.schedule(abs, (-1,))).fetch() == 1
+
+
 @pytest.mark.asyncio
 async def test_what_cannot_be_reopened_is_refused(tmp_path: Path) -> None:
     async with program(tmp_path) as it:

@@ -6,7 +6,9 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
+import numpy as np
 import pytest
 from anyio import WouldBlock
 
@@ -255,5 +257,59 @@ def test_room_that_is_given_to_a_cancelled_schedule_goes_to_the_next() -> None:
                 gates.setdefault(number, asyncio.Event()).set()
             await coordinator.join()
         assert began[-1] == 101
+
+    art.run(main)
+
+
+async def add_to(counter: Any, number: int) -> None:
+    began.append(number)
+    await counter.assign_add(1)
+
+
+@pytest.mark.usefixtures("no_gates")
+def test_what_runs_when_its_strategy_is_reopened_keeps_its_place() -> None:
+    """The clocks of new closures start when an old one has ended, which nobody can end before."""
+
+    async def main() -> None:
+        gates.clear()
+        began.clear()
+        async with opened(1) as (strategy, coordinator):
+            with strategy.scope():
+                counter = ar.Variable(0.0, name="counter")
+            await coordinator.schedule(ignore_all_until_gate_0, timeout_s=None)
+            await until(lambda: 0 in gates)
+            strategy.engine.lose_server(0)
+            with pytest.raises(WorkerLostError):
+                await counter.read()
+            await strategy.reopen()
+            await counter.assign(np.float64(0))
+            for number in range(1, 4):
+                await coordinator.schedule(add_to, (counter, number), timeout_s=1.0)
+            await asyncio.sleep(60.0)
+            assert began == []
+            gates[0].set()
+            await coordinator.join()
+            assert began == [1, 2, 3]
+            assert float(await counter.read()) == 3.0
+            assert [*strategy.engine.workers_now] == ["worker-0"]
+
+    art.run(main)
+
+
+@pytest.mark.usefixtures("no_gates")
+def test_one_that_hangs_when_its_strategy_is_reopened_costs_its_worker() -> None:
+    async def main() -> None:
+        gates.clear()
+        began.clear()
+        async with opened(1) as (strategy, coordinator):
+            await coordinator.schedule(ignore_all_until_gate_0, timeout_s=1.0)
+            await until(lambda: 0 in gates)
+            strategy.engine.lose_server(0)
+            await strategy.reopen()
+            remote = await coordinator.schedule(abs, (-1,), timeout_s=1.0)
+            assert await remote.fetch() == 1
+            await coordinator.join()
+            assert [*strategy.engine.workers_now] == ["worker-1"]
+            gates[0].set()
 
     art.run(main)
