@@ -52,6 +52,7 @@ class Call:
         brings: For AGREE: makes the array when the engine is about to send it; None if it is there.
         then: Called with the future when it is done: by the engine's message to the event loop, not
             a cycle later; a failure is told soon. None where only the future tells.
+        is_awaited: Whether there is a task that waits for it, so the event loop may look a moment.
         what: Names it in errors, where the user has called something else.
         number: Of the call in its communicator, from 0; the same on every worker.
     """
@@ -66,6 +67,7 @@ class Call:
     what: str = ""
     number: int = -1
     brings: Callable[[], Array] | None = None
+    is_awaited: bool = False
     then: Callable[[asyncio.Future[Any]], None] | None = None
 
     def bring(self) -> Array:

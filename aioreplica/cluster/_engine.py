@@ -71,7 +71,7 @@ class EngineCommunicator(Communicator):
     # ---- on the event loop ---------------------------------------------------------------
 
     def _enqueue(self, call: Call) -> None:
-        self.link.put(Visit(self, call).perform)
+        self.link.visit(Visit(self, call))
 
     def performed(self, call: Call, result: Any, error: BaseException | None) -> None:
         """Learn on the event loop what a call has come to."""
@@ -151,8 +151,9 @@ class Visit:
     """
 
     __slots__ = (
-        "_communicator", "_completions", "_error", "_link", "_result", "_transport", "beat_s",
-        "call", "group", "is_told", "start", "tell_at", "timeout", "warn_at",
+        "_agrees", "_begun", "_communicator", "_completions", "_error", "_link", "_result",
+        "_transport", "beat_s", "call", "group", "is_told", "start", "tell_at", "timeout",
+        "warn_at",
     )  # fmt: skip
 
     def __init__(self, communicator: EngineCommunicator, call: Call) -> None:
@@ -162,6 +163,8 @@ class Visit:
         self._completions = communicator.link.completions()
         self._result: object = None
         self._error: BaseException | None = None
+        self._begun: tuple[Array, Poll] | None = None
+        self._agrees: bool | None = None
         self.call = call
         self.group = communicator.group
         self.timeout = timeout = communicator.timeout
@@ -172,6 +175,30 @@ class Visit:
     def resolve(self) -> None:
         """Bring the result; the op of the lane would, a cycle of the event loop later."""
         self._communicator.performed(self.call, self._result, self._error)
+
+    def attempt(self, limit_s: float) -> bool:
+        """Perform the call here if the others come at once; false if the lane has to go on.
+
+        Args:
+            limit_s: How long they may take, in seconds.
+        """
+        call, poll = self.call, None
+        assert call.agrees is not None  # no other call is attempted
+        try:
+            self._link.read_notes()
+            rows, poll = self._begun = self._begin(call)
+            stop = monotonic() + limit_s
+            while not poll(0.0):
+                if monotonic() >= stop:
+                    return False
+            self._agrees = call.agrees(rows)
+        except Exception as error:  # noqa: BLE001 - the lane raises it, and ends the group
+            self._error = error
+            if poll is not None:
+                self._link.hold(poll)
+            return False
+        self._result = rows, None
+        return not self._agrees
 
     # ---- on the lane's thread ------------------------------------------------------------
 
@@ -220,14 +247,31 @@ class Visit:
             return self._complete(call, array)
         assert call.op is not None  # those that are left reduce
         if call.kind == AGREE:
-            assert call.agrees is not None
-            rows = self._all_gather(call.bring())
-            if not call.agrees(rows):
-                return rows, None
-            return rows, [self._all_reduce(each, call.op) for each in call.summands]
+            return self._agree(call, call.op)
         if call.kind == ALL_REDUCE:
             return self._all_reduce(array, call.op)
         return self._reduce_scatter(call, array, call.op)
+
+    def _begin(self, call: Call) -> tuple[Array, Poll]:
+        """Send what is looked at before anything is reduced."""
+        array = call.bring()
+        require_size(array.nbytes)
+        rows = np.empty((self.group.size, *array.shape), array.dtype)
+        rows[self.group.rank] = array
+        return rows, self._transport.all_gather(self.group, as_bytes(array), as_bytes(rows))
+
+    def _agree(self, call: Call, op: ReduceOp) -> tuple[Array, list[Array] | None]:
+        error, self._error = self._error, None
+        if error is not None:  # of the attempt
+            raise error
+        rows, poll = self._begun or self._begin(call)
+        if self._agrees is None:
+            assert call.agrees is not None
+            self._finish(poll, rows.nbytes)
+            self._agrees = call.agrees(rows)
+        return rows, [
+            self._all_reduce(each, op) for each in call.summands
+        ] if self._agrees else None
 
     def _finish(self, poll: Poll, num_bytes: int) -> None:
         self._link.finish(self, poll, num_bytes)

@@ -72,6 +72,7 @@ class Exchange(asyncio.Future[T]):
         carry: Called if all agree.
         ahead: What is reduced before that.
         can_fuse: Whether it is a reduction that may go with others.
+        is_awaited: Whether it was called to be awaited, and not started.
 
     Attributes:
         frame: The same.
@@ -83,8 +84,8 @@ class Exchange(asyncio.Future[T]):
     """
 
     __slots__ = (
-        "_ahead", "_can_fuse", "_carry", "_context", "_queue", "_run", "_slots", "_tell", "_told",
-        "frame", "is_over",
+        "_ahead", "_can_fuse", "_carry", "_context", "_is_awaited", "_queue", "_run", "_slots",
+        "_tell", "_told", "frame", "is_over",
     )  # fmt: skip
 
     # Set for few of those that go together, so these are not slots.
@@ -102,6 +103,7 @@ class Exchange(asyncio.Future[T]):
         ahead: Summands = NOTHING_AHEAD,
         *,
         can_fuse: bool = False,
+        is_awaited: bool = False,
     ) -> None:
         super().__init__()
         self.frame = frame
@@ -112,6 +114,7 @@ class Exchange(asyncio.Future[T]):
         self._context = copy_context()  # in which it is carried, such as that of np.errstate
         self._ahead = ahead
         self._can_fuse = can_fuse
+        self._is_awaited = is_awaited
         self._queue = run.workers.queue
         self._slots: list[bytes] | None = None
         self._tell: Callable[[], object] | None = None
@@ -225,7 +228,8 @@ class Exchange(asyncio.Future[T]):
             communicator._launch(
                 Call(
                     AGREE, NOTHING, self._ahead.op, agrees=self._look, summands=self._after,
-                    brings=self._bring, then=partial(self._came, communicator),
+                    brings=self._bring, is_awaited=self._is_awaited,
+                    then=partial(self._came, communicator),
                 )
             )  # fmt: skip
         except BaseException as error:  # noqa: BLE001 - `_break` raises what has to be
@@ -431,11 +435,12 @@ class OpenTurn:
         num_workers: How many workers meet.
         num_local_replicas: How many replicas each of them has.
         has_ended: Whether the next turn may begin.
+        is_awaited: Whether its collective was called to be awaited, and not started.
     """
 
     __slots__ = (
         "_before", "_describe", "_lent", "_next", "_outer", "_run", "_sequence", "_signature",
-        "_stage", "_what", "has_ended", "num_local_replicas", "num_workers", "rank",
+        "_stage", "_what", "has_ended", "is_awaited", "num_local_replicas", "num_workers", "rank",
     )  # fmt: skip
 
     def __init__(
@@ -460,6 +465,7 @@ class OpenTurn:
         self._describe = describe
         self._outer = outer
         self.has_ended = False
+        self.is_awaited = True
         self._next: Callable[[], object] | None = None
         self._lent: Exchange[Any] | None = None  # what replicas' own arrays were given to
 
@@ -491,6 +497,7 @@ class OpenTurn:
         exchange = Exchange(
             run, frame, partial(self._told, what, signature, layout), carry, ahead or NOTHING_AHEAD,
             can_fuse=is_last and ahead is not None and ahead.is_whole,
+            is_awaited=self.is_awaited,
         )  # fmt: skip
         if ahead is not None:
             self._lent = exchange

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
+from threading import Lock
 from time import sleep
 from types import ModuleType
 from typing import Any, Self, final
@@ -100,11 +101,13 @@ class MpiRuntime:
     """MPI in this process: its thread, its start and its end.
 
     Attributes:
-        lane: Makes every call of MPI.
+        lane: Makes the calls of MPI; the event loop's thread does for a moment.
+        lock: Held during these calls.
     """
 
     def __init__(self) -> None:
         self.lane = Lane("mpi", nice=0)
+        self.lock = Lock()
         self.mpi: Any = None  # the module; Any: mpi4py is optional
         self.failed = False  # what was begun has not come to its end, or a group has failed
         self.is_stalled = False  # a worker has stopped, and nothing of MPI ends it
@@ -131,7 +134,7 @@ class MpiRuntime:
             StallError: If that took too long.
         """
         self._completions = completions = CompletionQueue.of_running_loop()
-        op: Op[object] = Op(completions, fn, args, {}, self.lane)
+        op: Op[object] = Op(completions, self._in_turn, (fn, *args), {}, self.lane)
         op.put()
         was_failed, self.failed = self.failed, True
         if not await has_ended(op, timeout):
@@ -144,6 +147,10 @@ class MpiRuntime:
         return op.result()
 
     # ---- on the lane's thread ------------------------------------------------------------
+
+    def _in_turn(self, fn: Any, *args: object) -> object:
+        with self.lock:
+            return fn(*args)
 
     def new_transport(self) -> MpiTransport:
         """Start MPI if that was not done, and take a communicator of its own."""
@@ -176,7 +183,7 @@ class MpiRuntime:
 
         def finalize() -> None:
             if not self.failed:  # the lane may just have learnt of it
-                self.mpi.Finalize()
+                self._in_turn(self.mpi.Finalize)
             gate.open()
 
         self.lane.put(Op(self._completions, finalize, (), {}))
@@ -253,6 +260,7 @@ class MpiTransport(Transport):
         self._mpi = mpi
         self._comm = comm
         self._runtime = runtime
+        self.lock = runtime.lock
         self._notes = comm.Dup()
         for each in (self._comm, self._notes):
             each.Set_errhandler(mpi.ERRORS_RETURN)

@@ -18,8 +18,11 @@ import json
 import logging
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from threading import Lock
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
 
@@ -40,6 +43,7 @@ NOTE_BYTES = 1024
 WAITING_S = 0.5  # in a call, before a worker tells the others that it waits there, and again
 WARN_S = 10.0  # in a call, before a worker logs for whom it waits
 QUIET_S = 3.0  # without a word from a worker that has said that it waits
+PATIENCE_S = 50e-6  # of the event loop, which it would take as long to wake the lane
 SPIN_S = 150e-6  # without pauses, plus what the bytes take
 SPIN_BYTES_PER_S = 1e9
 FIRST_PAUSE_S, MAX_PAUSE_S = 20e-6, 1e-3
@@ -114,7 +118,7 @@ class Note:
 
 
 class Transport(ABC):
-    """Moves bytes and notes between workers; called on the lane's thread only.
+    """Moves bytes and notes between workers; called on one thread at a time, mostly the lane's.
 
     Exchanges start and return at once. Their arrays are flat, contiguous and of bytes, and are held
     by the poll function until it has told that the exchange is over. What a worker would send to
@@ -123,10 +127,13 @@ class Transport(ABC):
     Attributes:
         rank: The number of this worker among all.
         size: How many there are.
+        lock: Held during calls of the engine where the event loop's thread may make some too, in
+            turn with the lane's; None where it may not.
     """
 
     rank: int
     size: int
+    lock: Lock | None = None
 
     @abstractmethod
     def all_gather(self, group: Group, send: Array, recv: Array) -> Poll:
@@ -226,7 +233,10 @@ class Link:
         self._left: dict[tuple[str, int], int] = {}
         self._words: dict[int, tuple[float, Note]] = {}  # the newest of each worker, and since when
         self._late: Visit | None = None  # that waits for others
-        self._held: list[Poll] = []  # exchanges that the engine may not be done with
+        self._held: list[Poll] = []
+        self._soon: Visit | None = None  # that is attempted on the event loop, ahead of the lane
+        self._queued: deque[Op[object]] = deque()  # on the lane
+        self._patience_s = PATIENCE_S
 
     def completions(self) -> CompletionQueue:
         """Return the queue of the running loop, which the next call will want too."""
@@ -237,11 +247,57 @@ class Link:
 
     def put(self, fn: Callable[..., object], *args: object) -> Op[object]:
         """Queue a call of the engine; on the event loop."""
-        op: Op[object] = Op(self.completions(), fn, args, {}, self.lane)
+        soon, self._soon = self._soon, None
+        if soon is not None:
+            self.put(soon.perform)
+        op: Op[object] = Op(self.completions(), self._in_turn, (fn, *args), {}, self.lane)
+        self._queued.append(op)
         op.put()
         return op
 
+    def visit(self, visit: Visit) -> None:
+        """Queue a visit; on the event loop.
+
+        One that a task waits for is attempted there, once what is ready to run has run: to wake the
+        lane and to be woken by it takes longer than an exchange with workers that have come.
+        """
+        if not visit.call.is_awaited or self.transport.lock is None or self._queued or self._soon:
+            self.put(visit.perform)
+        else:
+            self._soon = visit
+            asyncio.get_running_loop().call_soon(self._attempt, visit, self.transport.lock)
+
+    def _attempt(self, visit: Visit, lock: Lock) -> None:
+        if self._soon is not visit:
+            return  # the lane has got it, as something was queued behind it
+        self._soon = None
+        is_over = False
+        if lock.acquire(blocking=False):  # the lane may be busy for another group
+            try:
+                is_over = visit.attempt(self._patience_s)
+            finally:
+                lock.release()
+                if not is_over:
+                    self.put(visit.perform)
+            # Who is early is so again: it looks once, until the others are the early ones.
+            self._patience_s = PATIENCE_S if is_over else 0.0
+        else:
+            self.put(visit.perform)
+        if is_over:
+            visit.resolve()
+
+    def hold(self, poll: Poll) -> None:
+        """Keep the memory of an exchange that the engine may not be done with."""
+        self._held.append(poll)
+
     # ---- on the lane's thread ------------------------------------------------------------
+
+    def _in_turn(self, fn: Callable[..., object], *args: object) -> object:
+        try:
+            with self.transport.lock or nullcontext():
+                return fn(*args)
+        finally:
+            self._queued.popleft()
 
     def finish(self, visit: Visit, poll: Poll, num_bytes: int) -> None:
         """Wait for an exchange.
@@ -257,7 +313,7 @@ class Link:
                     break
             visit.start = monotonic()  # a timeout is for waiting: what came took its time
         except BaseException:
-            self._held.append(poll)
+            self.hold(poll)
             raise
 
     def _wait(self, visit: Visit, poll: Poll) -> None:

@@ -30,7 +30,7 @@ from ..collectives import (
 from ..context import PLACE
 from ..devices import OwnedTask, is_ctrl_c
 from ..errors import ContextError, LoopMismatchError, ReplicaRow, WorkerLostError
-from ..replica import Generation, Pending
+from ..replica import STARTED_ALL_REDUCE, Generation, Pending
 from ..typing import ReduceOp, VariableAggregation
 from ..values import IndexedSlices, aggregate
 from ._communicator import Communicator
@@ -460,6 +460,7 @@ class WorkersRun:
         collective = call.collective
         signature = collective.signature(call)
         turn = self.turn(collective.name, signature, call.sequence, call.describe)
+        turn.is_awaited = collective is not STARTED_ALL_REDUCE
         try:
             merging = collective.across(generation.group, generation.calls, turn)
         except BaseException:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import aioreplica as ar
 from aioreplica.cluster import _engine, _transport
 from aioreplica.cluster._communicator import AGREE, NOTHING, Call
-from aioreplica.cluster._transport import NOTE_BYTES, Note
+from aioreplica.cluster._transport import NOTE_BYTES, PATIENCE_S, Note
 from aioreplica.errors import ContextError, StallError, WorkerLostError
 from aioreplica.typing import ReduceOp
 from tests.cluster.communicator_contract import (
@@ -20,7 +21,8 @@ from tests.cluster.communicator_contract import (
     an_abandoned_call_goes_on,
     reduces_in_rank_order,
 )
-from tests.cluster.thread_engine import ThreadCommunicator, Wires
+from tests.cluster.thread_engine import ThreadCommunicator, ThreadTransport, Wires
+from tests.strategies.workers import only
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_task_left")]
 
@@ -215,6 +217,126 @@ async def test_without_a_timeout_a_long_wait_is_logged_once_with_what_all_said_l
     assert int(await group[1].all_reduce(1)) == 3
     await asyncio.gather(*calls)
     await asyncio.gather(*(each.aclose() for each in group))
+
+
+# ---- calls that are attempted on the event loop's thread -----------------------------------------
+
+
+def attempted() -> tuple[ThreadCommunicator, ThreadCommunicator]:
+    """Return a group of which the first is early: it looks once, and its lane waits."""
+    first, second = ThreadCommunicator.group(2, timeout=60.0, is_attempted=True)
+    first.link._patience_s, second.link._patience_s = 0.0, 60.0
+    return first, second
+
+
+class Meeting:
+    """Makes calls that tasks wait for, and notes who was asked whether all agree, and where."""
+
+    def __init__(self, *, agrees: bool = False) -> None:
+        self.agrees = agrees
+        self.asked: list[tuple[int, bool]] = []
+
+    def call(self, c: ThreadCommunicator) -> asyncio.Future[Any]:
+        loop_thread = threading.get_ident()
+
+        def agrees(_rows: Any) -> bool:
+            self.asked.append((c.rank, threading.get_ident() == loop_thread))
+            return self.agrees
+
+        own = np.array([1.0 + c.rank])
+        call = Call(
+            AGREE, NOTHING, ReduceOp.SUM, agrees=agrees, summands=[own], brings=lambda: own,
+            is_awaited=True,
+        )  # fmt: skip
+        return c._launch(call)
+
+
+async def test_who_comes_last_exchanges_on_the_event_loop_and_the_first_on_its_lane() -> None:
+    group, meeting = attempted(), Meeting()
+    for rows, totals in await asyncio.gather(*map(meeting.call, group)):
+        assert rows.tolist() == [[1.0], [2.0]]
+        assert totals is None
+    assert sorted(meeting.asked) == [(0, False), (1, True)]
+    assert group[1].link.lane.statistics().done == 0
+    assert [c.link._patience_s for c in group] == [0.0, PATIENCE_S]  # who is early is so again
+    await asyncio.gather(*(each.aclose() for each in group))
+
+
+async def test_the_lane_reduces_what_all_have_agreed_on_and_does_not_ask_again() -> None:
+    group, meeting = attempted(), Meeting(agrees=True)
+    for _, totals in await asyncio.gather(*map(meeting.call, group)):
+        assert totals is not None
+        assert totals[0].tolist() == [3.0]
+    assert sorted(meeting.asked) == [(0, False), (1, True)]
+    await asyncio.gather(*(each.aclose() for each in group))
+
+
+async def test_what_is_called_behind_a_call_that_is_attempted_is_performed_behind_it() -> None:
+    group, meeting = attempted(), Meeting()
+    calls = [(meeting.call(c), c.all_reduce(c.rank), meeting.call(c)) for c in group]
+    for rows, total, again in [await asyncio.gather(*each) for each in calls]:
+        assert rows[0].tolist() == again[0].tolist() == [[1.0], [2.0]]
+        assert total == 1
+    assert not any(is_here for _, is_here in meeting.asked)  # it was queued by the lane at once
+    await asyncio.gather(*(each.aclose() for each in group))
+
+
+async def test_a_call_goes_to_the_lane_while_the_engine_is_busy_for_another_group() -> None:
+    group, meeting = attempted(), Meeting()
+    lock = group[1].link.transport.lock
+    assert lock is not None
+    with lock:
+        calls = [meeting.call(c) for c in group]
+        await until(lambda: bool(group[1].link._queued))
+    await asyncio.gather(*calls)
+    assert sorted(meeting.asked) == [(0, False), (1, False)]
+    await asyncio.gather(*(each.aclose() for each in group))
+
+
+async def test_an_error_of_an_attempt_ends_the_group_as_one_of_the_lane_does() -> None:
+    group, meeting = attempted(), Meeting()
+
+    def fail() -> Any:
+        raise ValueError("no frame")
+
+    call = Call(AGREE, NOTHING, ReduceOp.SUM, agrees=bool, brings=fail, is_awaited=True)
+    calls = [meeting.call(group[0]), group[1]._launch(call)]
+    for error in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(error, WorkerLostError)
+        assert "Worker 1 failed in agreement #0: ValueError('no frame')" in str(error)
+    await asyncio.gather(*(each.aclose() for each in group))
+
+
+async def test_a_started_reduction_goes_out_while_the_event_loop_is_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = ThreadCommunicator.group(2, timeout=60.0, is_attempted=True)
+    sent = [threading.Event() for _ in group]
+    exchange = ThreadTransport.all_gather
+
+    def noting(self: ThreadTransport, *args: Any) -> Any:
+        sent[self.rank].set()
+        return exchange(self, *args)
+
+    monkeypatch.setattr(ThreadTransport, "all_gather", noting)
+
+    async def step() -> Any:
+        ctx = ar.get_replica_context()
+        assert ctx is not None
+        rank = ctx.replica_id_in_sync_group
+        await ctx.all_reduce("sum", 1.0)  # all have met, and nothing is under way
+        sent[rank].clear()
+        handle = ctx.start_all_reduce("sum", np.ones(1000))
+        assert sent[rank].wait(60)
+        return (await handle)[-1]
+
+    async def worker(strategy: ar.MultiWorkerMirroredStrategy) -> Any:
+        async with strategy:
+            return strategy.local_results(await strategy.run(step))
+
+    with only(1):
+        made = [ar.MultiWorkerMirroredStrategy(c) for c in group]
+    assert await asyncio.gather(*map(worker, made)) == [(2.0,), (2.0,)]
 
 
 async def test_an_abort_reaches_those_that_wait_and_those_that_come_later() -> None:

@@ -51,10 +51,12 @@ class ThreadTransport(Transport):
     Args:
         wires: What it shares with the others.
         rank: Of this worker.
+        is_attempted: Whether calls may be made on the event loop's thread, too.
     """
 
-    def __init__(self, wires: Wires, rank: int) -> None:
+    def __init__(self, wires: Wires, rank: int, *, is_attempted: bool = False) -> None:
         self.rank, self.size = rank, len(wires.notes)
+        self.lock = threading.Lock() if is_attempted else None
         self._wires = wires
         self._num_exchanges: Counter[str] = Counter()  # by group
 
@@ -138,12 +140,19 @@ class ThreadCommunicator(EngineCommunicator):
 
     @staticmethod
     def group(
-        size: int, *, timeout: float | None = None, wires: Wires | None = None
+        size: int,
+        *,
+        timeout: float | None = None,
+        wires: Wires | None = None,
+        is_attempted: bool = False,
     ) -> tuple[ThreadCommunicator, ...]:
         wires = Wires(size) if wires is None else wires
         ranks = tuple(range(size))
         lanes = [Lane(f"worker:{rank}", nice=0) for rank in ranks]
-        links = [Link(ThreadTransport(wires, rank), lanes[rank]) for rank in ranks]
+        links = [
+            Link(ThreadTransport(wires, rank, is_attempted=is_attempted), lanes[rank])
+            for rank in ranks
+        ]
         for link in links:
             weakref.finalize(link, link.lane.stop).atexit = False
         return tuple(ThreadCommunicator(link, ranks, timeout) for link in links)
