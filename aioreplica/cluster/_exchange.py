@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
 from itertools import islice
+from types import CoroutineType
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from ..collectives import (
@@ -323,11 +324,11 @@ class Exchange(asyncio.Future[T]):
         """Do what follows from the slots of all workers."""
         try:
             assert self._slots is not None  # since they have agreed
-            found = self._carry(communicator, self._slots)
+            found: Any = self._carry(communicator, self._slots)
         except BaseException as error:  # noqa: BLE001 - `_break` raises what has to be
             self._break(error)
             return
-        if isinstance(found, Coroutine):  # of one that has led none
+        if isinstance(found, CoroutineType):  # of one that has led none
             self._spawn(self._go_on(found))
         else:
             self._succeed(found)

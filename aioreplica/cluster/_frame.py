@@ -8,9 +8,9 @@ Layout, little-endian: magic and version, kind, length of the slot, run, sequenc
 what has to be equal, name of the step function, slot; the chain; then the room for arrays that are
 reduced if all frames agree (`Workers.room`).
 
-The chain has a hash for each operation that is queued behind this one and could go with it, up to
-31: each is of the operation and of the hash before. Workers have queued different numbers of them,
-so what all chains begin with is what all workers do at once.
+The chain has a link for each operation that is queued behind this one and could go with it, up to
+31: its place, and a part of its digest. Workers have queued different numbers of them, so the links
+with which all chains begin are what all workers do at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from enum import IntEnum, unique
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import takewhile
 from typing import NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -30,14 +29,16 @@ import numpy.typing as npt
 from ..collectives import SLOT_BYTES, Summands
 from ..tree import Array
 
-MAGIC = b"arF4"
+MAGIC = b"arF5"
 NAME_BYTES = 64
 DIGEST_BYTES = 16
 _HEADER = struct.Struct(f"<4sBHqqi{DIGEST_BYTES}s{NAME_BYTES}s")
 _HEADER_AND_SLOT = _HEADER.size + SLOT_BYTES
 MAX_FOLLOWERS = 31
 _KEPT_CHARACTERS = 4096  # of texts that are kept with their hash; `agree` takes longer ones
-_LINK_BYTES = 8
+_LINK = struct.Struct("<IH10s")  # the ends of sequence and stage, the beginning of the digest
+_U32, _U16 = 0xFFFF_FFFF, 0xFFFF
+_LINK_BYTES = _LINK.size
 _CHAIN_BYTES = MAX_FOLLOWERS * _LINK_BYTES
 # So that arrays behind it are aligned.
 FRAME_BYTES = -(-(_HEADER_AND_SLOT + _CHAIN_BYTES) // 64) * 64
@@ -257,13 +258,10 @@ def slots_in_common(
         >>> slots_in_common(rows, here, others)
         [[b'', b'']]
     """
-    chains = [row[_HEADER_AND_SLOT : _HEADER_AND_SLOT + _CHAIN_BYTES].tobytes() for row in rows]
-
-    def is_common(index: int) -> bool:
-        link = slice(index * _LINK_BYTES, (index + 1) * _LINK_BYTES)
-        return len({chain[link] for chain in chains}) == 1
-
-    count = sum(1 for _ in takewhile(is_common, range(len(followers))))
+    num_bytes = len(followers) * _LINK_BYTES
+    chains = rows[:, _HEADER_AND_SLOT : _HEADER_AND_SLOT + num_bytes]
+    differs = (chains != chains[0]).any(axis=0)
+    count = (int(differs.argmax()) if differs.any() else num_bytes) // _LINK_BYTES
     slots = [row[_HEADER.size : _HEADER_AND_SLOT].tobytes() for row in rows]
     found, start = [], len(own.slot)
     for each in followers[:count]:
@@ -314,12 +312,10 @@ def _name_of(function: str) -> bytes:
 
 
 def _chain_of(followers: Sequence[Frame]) -> bytes:
-    chain, link = b"", b""
-    for each in followers:
-        place = struct.pack("<qi", each.sequence, each.stage)
-        link = blake2b(link + place + each.digest, digest_size=_LINK_BYTES).digest()
-        chain += link
-    return chain
+    pack = _LINK.pack
+    return b"".join(
+        [pack(each.sequence & _U32, each.stage & _U16, each.digest) for each in followers]
+    )
 
 
 def _key_of(frame: Frame) -> tuple[object, ...]:

@@ -200,6 +200,8 @@ class Reducing(Collective):
 
     def detail(self, argument: Reduction) -> str:
         """Name the operator, the axis, and options that are not the strategy's."""
+        if argument.axis is None and argument.options is None:
+            return argument.op.name
         axis = "" if argument.axis is None else f", axis {argument.axis}"
         options = "" if argument.options is None else f", {argument.options}"
         return f"{argument.op.name}{axis}{options}"

@@ -1,10 +1,11 @@
-"""Hashes of what has to be equal on all workers."""
+"""Frames: hashes of what has to be equal on all workers, and what they could do at once."""
 
 import weakref
 
+import numpy as np
 import pytest
 
-from aioreplica.cluster._frame import digest_of
+from aioreplica.cluster._frame import Frame, FrameKind, digest_of, slots_in_common
 
 
 class Text(str):
@@ -25,3 +26,29 @@ def test_long_texts_are_not_kept(parts: int) -> None:
     digest_of(*texts)
     del texts
     assert not any(each() for each in held)
+
+
+def frame(sequence: int, *, stage: int = 0, text: str = "") -> Frame:
+    return Frame(FrameKind.COLLECTIVE, 0, "step", sequence, stage, digest_of(text), b"s")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "count"),
+    [
+        ([frame(2), frame(3), frame(4)], 3),
+        ([frame(2), frame(3), frame(4), frame(5)], 3),
+        ([frame(2)], 1),
+        ([], 0),
+        ([frame(2), frame(3, text="other"), frame(4)], 1),
+        ([frame(2, stage=1), frame(3), frame(4)], 0),
+        ([frame(2), frame(4), frame(5)], 1),
+    ],
+)
+def test_workers_do_at_once_what_all_have_queued_up_to_the_first_difference(
+    theirs: list[Frame], count: int
+) -> None:
+    own, ours = frame(1), [frame(2), frame(3), frame(4)]
+    for order in (slice(None), slice(None, None, -1)):
+        rows = np.stack([own.encode(0, (), ours), own.encode(0, (), theirs)][order])
+        assert slots_in_common(rows, own, ours) == [[b"s", b"s"]] * count
+        assert len(slots_in_common(rows, own, theirs)) == count
