@@ -172,12 +172,7 @@ class Exchange(asyncio.Future[T]):
 
     def _new_waiter(self) -> asyncio.Future[None]:
         waiter: asyncio.Future[None] = self.get_loop().create_future()
-
-        def wake() -> None:
-            if not waiter.done():
-                waiter.set_result(None)
-
-        self.when_over(wake)
+        self.when_over(lambda: None if waiter.done() else waiter.set_result(None))
         return waiter
 
     # ---- from stage to stage -------------------------------------------------------------
