@@ -346,7 +346,8 @@ class OnlineLearner:
             ValueError: If there is none of that name, or it is not learning, or too far behind.
             CheckpointError: If it has no checkpoint, and none could be saved.
             JournalError: If the journal could not be written: nothing has changed.
-            ContextError: If the learner is not open, or is a challenger itself.
+            ContextError: If the learner is not open, or is a challenger itself; or if there is no
+                checkpoint 10 s after another promotion was asked for, which goes first then.
 
         Cancellation:
             Stops waiting; it is promoted all the same.

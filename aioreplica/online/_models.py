@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("aioreplica.online")
 CLOSE_S = 10.0
 """Seconds that closing a challenger may take, if neither it nor the learner says."""
+TURN_S = 10.0
+"""Seconds that a promotion waits for the one before it."""
 ROOM = 100
 """Versions that the champion may publish while another one is promoted."""
 MAX_TRIES = 20
@@ -310,6 +312,7 @@ class Promotions:
         self._task: OwnedTask[int] | None = None
         self._promoted: Engine | None = None  # by that task
         self._is_written = False  # perhaps, as its transaction has begun
+        self._given_up: OwnedTask[int] | None = None
 
     async def promote(self, name: str) -> int:
         """Make a model the champion; return the first version of it that is served.
@@ -317,25 +320,46 @@ class Promotions:
         Raises:
             ValueError: If it is not known, or not fit to be served.
             CheckpointError: If it has no checkpoint yet, and none could be saved.
-            JournalError: If the journal could not be written, or nobody knows.
-            ContextError: If the learner is closed before.
+            JournalError: If the journal could not be written, or nobody knows; or if it does not
+                end to write the promotion before.
+            ContextError: If the learner is closed before; or if it has no checkpoint TURN_S after
+                another promotion was asked for.
 
         Cancellation:
             Stops waiting; it is promoted all the same.
         """
         async with self._turn:
-            await self.settled()
+            await self._end_before(name)
             if self._is_closing:
                 raise ContextError(CLOSED)
             self._promoted, self._is_written = self._models.engines.get(name), False
             task = self._task = OwnedTask(self._promote(name), f"promotion of {name}")
-            await task.done_or_cancelled()
+        await task.done_or_cancelled()
+        if task is self._given_up:
+            raise ContextError(
+                f"{name!r} was not promoted: {TURN_S:g} s after another promotion was asked for it "
+                "had no checkpoint yet. Save one by its own `checkpoint()` first."
+            )
         if task.task.cancelled():
             raise ContextError(
                 f"The learner was closed while {name!r} was promoted: it was, or was not, as "
                 "`champion` of the next learner on the journal says."
             )
         return await task
+
+    async def _end_before(self, name: str) -> None:
+        """Wait for the promotion under way; give it up if it does not come to the journal."""
+        task = self._task
+        if task is None or await ends_in(task, TURN_S):
+            return
+        if self._is_written:
+            raise JournalError(
+                f"{name!r} is not promoted: the journal has not ended to write the promotion "
+                f"before, for {TURN_S:g} s. Look at its disk, and try again."
+            )
+        self._given_up = task
+        task.cancel()
+        await task.ended()
 
     async def settled(self) -> None:
         """Wait for the end of the promotion under way, whose caller may have gone."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -425,6 +426,36 @@ async def test_one_that_is_paused_or_further_behind_than_the_queue_is_not_promot
         await first.promote("b")
 
 
+@pytest.mark.asyncio
+async def test_one_that_hangs_before_the_journal_gives_way_to_the_next(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aioreplica.online._models.TURN_S", 0.05)
+    async with models(folder, rivals={"b": {}, "c": {}}) as found, asyncio.timeout(60):
+        learner, manager = found["main"].learner, found["b"].manager
+        await take(found, 0)
+        await until_caught_up(found)
+        assert manager is not None
+        save, asked, go = manager.save, asyncio.Event(), asyncio.Event()
+
+        async def hangs(*args: Any, **options: Any) -> None:
+            asked.set()
+            await go.wait()
+            await save(*args, **options)
+
+        manager.save = hangs  # type: ignore[method-assign]
+        first = asyncio.ensure_future(learner.promote("b"))
+        await asked.wait()
+        version = await learner.promote("c")
+        with pytest.raises(ContextError, match=r"'b' was not promoted: .* had no checkpoint yet"):
+            await first
+        assert (learner.champion, learner.version) == ("c", version)
+        go.set()
+        assert await learner.promote("b") > version
+    async with models(folder, rivals={"b": {}, "c": {}}) as found:
+        assert found["main"].learner.champion == "b"
+
+
 # ---- disks -------------------------------------------------------------------------------
 
 
@@ -462,6 +493,38 @@ async def test_a_promotion_that_fails_is_old_or_new(folder: Path, what: str) -> 
         file.promote, file.champion = promote, champion  # type: ignore[method-assign]
     async with models(folder) as found:
         assert found["main"].learner.champion == ("main" if what == "not written" else "b")
+
+
+@pytest.mark.asyncio
+async def test_one_that_hangs_in_the_journal_is_told_to_the_next(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aioreplica.online._models.TURN_S", 0.05)
+    disk, begun, go = Failing(), threading.Event(), threading.Event()
+
+    def hangs(statement: str) -> bool:
+        begun.set()
+        return not go.wait(60)
+
+    journal = Journal(folder / "journal.db", connect=disk.connect)
+    rivals: dict[str, Any] = {"b": {}, "c": {}}
+    async with models(folder, rivals=rivals, journal=journal) as found, asyncio.timeout(60):
+        learner = found["main"].learner
+        await take(found, 0)
+        await until_caught_up(found)
+        await found["b"].learner.checkpoint()
+        disk.fails_at = lambda statement: statement == "COMMIT" and hangs(statement)
+        first = asyncio.ensure_future(learner.promote("b"))
+        await until(begun.is_set)
+        try:
+            with pytest.raises(JournalError, match="'c' is not promoted: the journal has not"):
+                await learner.promote("c")
+        finally:
+            go.set()
+        await first
+        assert learner.champion == "b"
+        await learner.promote("c")
+        assert learner.champion == "c"
 
 
 @pytest.mark.asyncio
