@@ -52,13 +52,17 @@ class Chunk:
     Args:
         size: How many fit.
         element: One element, a list of arrays for each replica.
+
+    Attributes:
+        inputs: What a program is given for all of them, if that is known already.
     """
 
-    __slots__ = ("arrays", "num_steps", "size")
+    __slots__ = ("arrays", "inputs", "num_steps", "size")
 
     def __init__(self, size: int, element: Sequence[Sequence[Array]]) -> None:
         self.size = size
         self.num_steps = 0
+        self.inputs: Any = None
         self.arrays = [
             [_aligned((size, *leaf.shape), leaf.dtype) for leaf in part] for part in element
         ]
@@ -235,9 +239,8 @@ class CompiledLoop:
         """
         program, begun = self._program, self._carry
         assert program is not None  # the chunk has an element
-        bases = {o: int(o.iterations.components[0]) + self._counts[o] for o in program.applied}
-        begins = (self._first, self._done)
-        args = program.arguments(chunk.arrays, chunk.size, begins, self._seed, bases)
+        inputs, chunk.inputs = chunk.inputs or self._inputs(program, chunk), None
+        args = (*inputs, program.table(chunk.size, _num_updates(program, self._counts)))
         before = _iterations(program, begun)
         codes, records, ahead = self._called(replica, program, chunk, args)
         failed = np.flatnonzero(codes)
@@ -282,7 +285,7 @@ class CompiledLoop:
                 carry, codes, records = scan(self._carry, *args, np.int32(0))
                 try:
                     self._publish_due()
-                    begun_ahead = self._ahead(replica, chunk)
+                    begun_ahead = self._ahead(replica, program, chunk)
                 finally:  # an abort is seen there, too: nothing runs behind this block
                     jax.block_until_ready((carry, codes, records))
                 seconds = perf_counter() - begin
@@ -292,7 +295,7 @@ class CompiledLoop:
         self._publish_due()
         begin = perf_counter()
         self._carry, codes, records = self._stepped(replica, program, chunk, self._carry, args)
-        begun_ahead = self._ahead(replica, chunk)  # a scan does it meanwhile
+        begun_ahead = self._ahead(replica, program, chunk)  # a scan does it meanwhile
         if chunk.num_steps == chunk.size:
             trial.add("step", perf_counter() - begin)
         return codes, records, begun_ahead
@@ -328,13 +331,21 @@ class CompiledLoop:
         ]
         return carry, codes, records
 
-    def _ahead(self, replica: RunningReplica, chunk: Chunk) -> Chunk | None:
-        """Take the elements behind a chunk that are there already."""
+    def _ahead(self, replica: RunningReplica, program: StepProgram, chunk: Chunk) -> Chunk | None:
+        """Take the elements behind a chunk that are there already, and put whole chunks."""
+        updates = _num_updates(program, self._counts, chunk.num_steps)
         self._done += chunk.num_steps
         try:
-            return self._taken(replica.blocking, None, waits=False)
+            found = self._taken(replica.blocking, None, waits=False)
+            if found is not None and found.num_steps == self._num_wanted():
+                found.inputs = self._inputs(program, found)
+                program.expect(found.size, updates)
+            return found
         finally:
             self._done -= chunk.num_steps
+
+    def _inputs(self, program: StepProgram, chunk: Chunk) -> tuple[object, ...]:
+        return program.inputs(chunk.arrays, chunk.size, (self._first, self._done), self._seed)
 
     # ---- steps that fail -----------------------------------------------------------------
 
@@ -449,6 +460,22 @@ def _iterations(program: StepProgram, carry: Any) -> dict[Optimizer, int]:
     return {o: int(of_first(carry[0][at[o.iterations]])) for o in program.applied}
 
 
+def _num_updates(
+    program: StepProgram, counts: Mapping[Optimizer, int], num_steps: int = 0
+) -> dict[Optimizer, int]:
+    """Return how many updates each optimizer will have made, if none of these steps skips.
+
+    Args:
+        program: Whose.
+        counts: Those that are not published.
+        num_steps: Steps beyond them.
+    """
+    return {
+        optimizer: int(optimizer.iterations.components[0]) + counts[optimizer] + times * num_steps
+        for optimizer, (_, times) in program.applied.items()
+    }
+
+
 def _is_in_doubt(program: StepProgram, carry: Any) -> bool:
     """Tell whether a value or slot is not finite behind steps that were not checked."""
     at = {variable: i for i, variable in enumerate(program.state)}
@@ -486,6 +513,8 @@ def _first_outputs(
     program: StepProgram, initial: Sequence[Mapping[str, object]]
 ) -> list[jax.Array]:
     """Put the outputs to begin with on the devices; zeros where there is none."""
+    if program.zeros is not None and not any(initial):
+        return program.zeros
     flat = [[np.asarray(leaf) for leaf in _leaves(own, program)] for own in initial]
     outputs = []
     for i, shape in enumerate(program.outputs.shapes):
@@ -498,6 +527,8 @@ def _first_outputs(
                 else [_cast(array, shape) for array in given]
             )
         )
+    if not any(initial):
+        program.zeros = outputs
     return outputs
 
 

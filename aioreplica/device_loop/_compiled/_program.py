@@ -5,9 +5,9 @@ only; the second time all of that is the state that goes through the steps:
 
     state      variables, one array for all replicas if they are mirrored, else one per replica
     outputs    `ctx.last_step_outputs`, one per replica
-    table      numbers of `prepare`, a row for each iteration of the optimizers
+    table      updates of the optimizers so far, and numbers of `prepare`, a row for each
     inputs     what the steps get: elements, their numbers, seeds for `jax_key`
-    numbers    of the first step in the loop, the loop in the strategy, and the optimizers' updates
+    numbers    of the first step in the loop, and of the loop in the strategy
 
 Scan and single calls run the same recorded step, and give the same bits.
 """
@@ -37,6 +37,7 @@ from ._untraceable import explained
 from ._update import Prepared, columns_for, multipliers_of, prepared_for
 
 Key: TypeAlias = tuple[str, bool]
+Table: TypeAlias = tuple[Array, list[list[Array]]]
 How: TypeAlias = Literal["scan", "step"]
 OfAll, OfEach = Spec(), Spec(AXIS)
 
@@ -122,6 +123,7 @@ class StepProgram:
         records: Names of what the step records.
         num_compiled: How many programs were compiled so far.
         trials: Find out how chunks run faster, by their size.
+        zeros: Outputs to begin with on the devices, if none are given; None before that.
 
     Raises:
         TypeError: If the step cannot be recorded.
@@ -147,6 +149,8 @@ class StepProgram:
         self.num_compiled = 0
         self.trials: dict[int, Trial] = {}
         self._prepared: dict[Optimizer, list[Prepared]] = {}
+        self._expected: tuple[object, Table] | None = None
+        self.zeros: list[Any] | None = None
         self._discover(element, initial)
 
     # ---- recording -----------------------------------------------------------------------
@@ -242,13 +246,13 @@ class StepProgram:
             state, outputs = carry
             element, seeds = chunk
             index = numbers[0] + jnp.arange(size, dtype=jnp.int32)
-            first, bases = numbers[1], list(numbers[2:])
+            first, (bases, columns) = numbers[1], table
             own = [a if m else a[0] for a, m in zip(state, mirrored, strict=True)]
             begun = (own, [a[0] for a in outputs])
             inputs = ([a[0] for a in element], index, [a[0] for a in seeds])
 
             def step(carry: Tree, inputs: Tree) -> Tree:
-                return self._step(carry, inputs, bases, table, first, looks)
+                return self._step(carry, inputs, list(bases), columns, first, looks)
 
             if how == "scan":
                 (new, left), (codes, records) = lax.scan(step, begun, inputs)
@@ -322,22 +326,20 @@ class StepProgram:
             return args
         return jax.device_put(args, NamedSharding(self._mesh, OfAll))
 
-    def arguments(
+    def inputs(
         self,
         arrays: Sequence[Sequence[Array]],
         size: int,
         begins: tuple[int, int],
         seed: int,
-        bases: Mapping[Optimizer, int],
     ) -> tuple[object, ...]:
-        """Return what a program is given for a chunk, beside the state.
+        """Return the elements of a chunk with seeds, and numbers of its first step.
 
         Args:
             arrays: The stacked elements, for each replica.
             size: How many steps fit the chunk.
             begins: Number of the loop in the strategy, and of the chunk's first step in the loop.
             seed: Of the run.
-            bases: How many updates each optimizer has made.
         """
         elements = [self.given(own) for own in zip(*arrays, strict=True)]
         first, done = begins
@@ -348,11 +350,27 @@ class StepProgram:
             ])
             for name, shared in self.keys
         ]  # fmt: skip
-        numbers = np.array([done, first, *bases.values()], np.int32)
-        return (elements, seeds), numbers, self.table(size, bases)
+        return (elements, seeds), np.array([done, first], np.int32)
 
-    def table(self, num_steps: int, bases: Mapping[Optimizer, int]) -> list[list[Array]]:
-        """Call `prepare` for all updates that so many steps may make; return its numbers."""
+    def expect(self, num_steps: int, bases: Mapping[Optimizer, int]) -> None:
+        """Make the next table already, unless it is a user's function that has to be asked."""
+        key = _table_key(num_steps, bases)
+        if key is not None:
+            self._expected = key, self.table(num_steps, bases)
+
+    def table(self, num_steps: int, bases: Mapping[Optimizer, int]) -> Table:
+        """Call `prepare` for all updates that so many steps may make.
+
+        Args:
+            num_steps: How many steps.
+            bases: How many updates each optimizer has made.
+
+        Returns:
+            The latter, and the numbers of `prepare`.
+        """
+        expected, self._expected = self._expected, None
+        if expected is not None and expected[0] == _table_key(num_steps, bases):
+            return expected[1]
         tables = []
         for optimizer, (variables, times) in self.applied.items():
             multipliers, _ = multipliers_of(optimizer, variables)
@@ -361,12 +379,25 @@ class StepProgram:
                 like = self._prepared[optimizer] = prepared_for(optimizer, multipliers, 0)
             begin, count = bases[optimizer], num_steps * times
             tables.append(columns_for(optimizer, multipliers, begin, count, like))
-        return tables
+        return np.array([*bases.values()], np.int32), tables
 
 
 def reference_to(fn: Callable[..., object]) -> Callable[[], Callable[..., object] | None]:
     """Return what gives a step function as long as the program has it; others are kept."""
     return weakref.ref(fn) if type(fn) is FunctionType else lambda: fn
+
+
+def _table_key(num_steps: int, bases: Mapping[Optimizer, int]) -> tuple[object, ...] | None:
+    """Return what a table follows from; None if there is code of a user behind it."""
+    key: list[object] = [num_steps]
+    for optimizer, base in bases.items():
+        settings, kernel = optimizer.settings, getattr(optimizer, "kernel", None)
+        if type(settings.learning_rate) is not float or kernel is None:
+            return None
+        if settings.multiplier_of is not None:
+            return None
+        key += (base, settings.learning_rate)
+    return tuple(key)
 
 
 def _seeds(name: str, seed: int, first: int, replica_id: int | None, size: int) -> Array:
