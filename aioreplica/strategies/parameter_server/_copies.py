@@ -19,8 +19,8 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -38,6 +38,9 @@ LOGGER = logging.getLogger("aioreplica.strategies")
 
 RETRY_S = 1.0
 """After so many seconds another process is looked for, for a copy that there is none of."""
+
+MAX_DOUBLINGS = 6
+"""So many times that is doubled while processes are found, but a copy there fails."""
 
 
 class _Done(NamedTuple):
@@ -311,7 +314,7 @@ class Copies:
         self._copies: dict[int, StateHandle] = {}
         self._lock = asyncio.Lock()
         self._tasks: set[OwnedTask[Any]] = set()
-        self._alone: set[int] = set()
+        self._alone: dict[int, int] = {}  # and how many of their copies have failed in a row
         self._search: OwnedTask[Any] | None = None
         self._lost: set[int] = set()
         self.when_promoted: Callable[[], object] = bool
@@ -399,31 +402,41 @@ class Copies:
         Raises:
             WorkerLostError: If it is lost.
         """
-        with suppress(WorkerLostError, OSError):  # there is no process, or it is lost meanwhile
+        num_failed = self._alone.get(server, 0)
+        copy: StateHandle | None = None
+        try:
             copy = await self._make(server, primary)
             await primary.call("copy_to", copy)
             await primary.call("followed", is_wait=True)
+            why = "Its process was lost."
+        except Exception as error:  # noqa: BLE001 - of whatever kind: it is told, and tried again
+            why = str(error) or repr(error)
+        else:
             if not copy.is_lost:
                 self._copies[server] = copy
                 self._watch(server, copy)
-                self._alone.discard(server)
+                self._alone.pop(server, None)
                 return
         await primary.call("stand_alone")
-        if server not in self._alone:
-            self._alone.add(server)
+        if copy is not None or server not in self._alone:
             LOGGER.warning(
-                "Parameter server %d has no copy: there is no other process with the resource PS. "
-                "One is made as soon as there is; a loss of this one loses its variables.", server,
+                "Parameter server %d has no copy: %s Another one is made as soon as there is a "
+                "process with the resource PS for it%s; a loss of this one loses its variables.",
+                server, why, "" if copy is None else f" ({num_failed + 1} have failed)",
             )  # fmt: skip
+        self._alone[server] = num_failed + (copy is not None)
         if self._search is None or self._search.is_done:
             self._search = self._start(self._look_again(), "search for a process for copies")
 
     async def _look_again(self) -> None:
-        while self._alone:
+        for turn in count(1):
+            if not self._alone:
+                return
             await asyncio.sleep(RETRY_S)
             for server in self.alone:
-                if not await self._repair(server):
-                    self._alone.discard(server)
+                is_due = turn % 2 ** min(self._alone[server], MAX_DOUBLINGS) == 0
+                if is_due and not await self._repair(server):
+                    self._alone.pop(server, None)
 
     async def aclose(self) -> None:
         """Look after nothing any more."""

@@ -509,6 +509,43 @@ async def test_a_server_stands_alone_until_there_is_another_process(
 
 
 @pytest.mark.asyncio
+async def test_copies_that_fail_are_told_and_tried_again_ever_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_copies, "RETRY_S", 0.0)
+    monkeypatch.setattr(_copies, "MAX_DOUBLINGS", 3)
+    turns: list[int] = [0]
+    tried: list[int] = []
+    alone, follow = _copies.Copies.alone, CopiedServer.follow
+
+    def counted(copies: Any) -> Any:
+        turns[0] += 1
+        return alone.fget(copies)  # type: ignore[attr-defined]
+
+    def follow_later(server: CopiedServer, calls: Any) -> None:
+        tried.append(turns[0])
+        if len(tried) <= 6:
+            raise ContextError(f"No room on disk {len(tried)}.")
+        follow(server, calls)
+
+    async with opened() as (strategy, _):
+        with strategy.scope():
+            counter = ar.Variable(0, name="counter")
+        await counter.assign_add(1)
+        monkeypatch.setattr(_copies.Copies, "alone", property(counted))
+        monkeypatch.setattr(CopiedServer, "follow", follow_later)
+        strategy.engine.lose_server(1)
+        while len(tried) < 7 or strategy.servers.copies._alone:
+            await asyncio.sleep(0)
+        assert tried[:7] == [0, 2, 4, 8, 16, 24, 32]
+        for number in range(1, 7):
+            assert f"No room on disk {number}." in caplog.text
+            assert f"({number} have failed)" in caplog.text
+        await lose(strategy, 0)
+        assert await counter.read() == 1
+
+
+@pytest.mark.asyncio
 async def test_without_copies_nothing_is_different() -> None:
     async with ar.ParameterServerStrategy(LocalClosureEngine(1)) as strategy:
         assert strategy.servers.copies is None
