@@ -14,7 +14,9 @@ import numpy as np
 import torch
 
 from ..context import DIFFERENTIATING
+from ..devices import served_streams
 from ..devices.backends import Array
+from ..errors import ContextError
 from ..tree import DType, Tree, flatten, map_leaves, unflatten
 from ..tree import leaves as leaves_of
 from ..values import IndexedSlices, Weighted
@@ -29,6 +31,12 @@ from ._adapter import (
     split_aux,
 )
 from ._linear import LinearCollective
+
+_OTHER_THREAD = (
+    "torch computes the gradient of {} on a thread of its own, which does not wait for the device. "
+    "Use ar.autodiff.value_and_grad or minimize, or call backward() in "
+    "`with torch.autograd.set_multithreading_enabled(False)`."
+)
 
 
 @final
@@ -129,7 +137,9 @@ def _untraced(leaf: object) -> object:
 def _gradients(total: Array, tensors: list[torch.Tensor], keep: bool) -> list[torch.Tensor | None]:
     if not tensors or not isinstance(total, torch.Tensor) or not total.requires_grad:
         return [None] * len(tensors)
-    return list(torch.autograd.grad(total, tensors, allow_unused=True, create_graph=keep))
+    # On this thread for GPUs, too: torch's own know no replica, and nobody waits for their work.
+    with torch.autograd.set_multithreading_enabled(False):
+        return list(torch.autograd.grad(total, tensors, allow_unused=True, create_graph=keep))
 
 
 def _number(total: Array, keep: bool, is_numpy: bool) -> Array:
@@ -149,11 +159,14 @@ class _TorchCollective(torch.autograd.Function):  # type: ignore[misc]  # torch'
     def forward(ctx: Any, value: torch.Tensor, collective: LinearCollective) -> torch.Tensor:
         """Meet the other replicas."""
         ctx.collective = collective
+        ctx.streams = served_streams()
         return collective.perform(value.detach())
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Meet them again, with the gradient."""
+        if served_streams() is not ctx.streams:
+            raise ContextError(_OTHER_THREAD.format(ctx.collective.caller.name))
         return _TorchCollective.apply(gradient, ctx.collective.transposed()), None
 
 

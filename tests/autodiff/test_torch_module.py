@@ -51,6 +51,22 @@ def test_a_call_gives_what_the_module_gives() -> None:
     assert not model(X).requires_grad
 
 
+def test_gradients_are_computed_on_the_calling_thread_for_gpus_too() -> None:
+    seen = []
+
+    def note(gradient: Any) -> None:
+        seen.append(torch._C._is_multithreading_enabled())
+
+    def square(xs: Any) -> Any:
+        xs[0].register_hook(note)
+        return xs[0] * xs[0]
+
+    value_and_grad(square, "torch")([np.array(3.0)])
+
+    assert seen == [False]
+    assert torch._C._is_multithreading_enabled()
+
+
 def test_a_default_device_of_torch_is_not_that_of_variables() -> None:
     model = torch_module(mlp())
     with torch.device("meta"):

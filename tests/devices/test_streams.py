@@ -9,6 +9,7 @@ import gc
 import inspect
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import pytest_asyncio
 import aioreplica as ar
 from aioreplica.devices import lane_table
 from aioreplica.devices.backends import Backend, TorchBackend
+from aioreplica.errors import ContextError
 from benchmarks._gpu_place import SharedGpu
 from tests.replica.gated import me, my_id
 
@@ -540,6 +542,29 @@ async def test_prepare_says_that_modules_of_the_host_compute_there(
         ar.prepare(module, sgd, data, strategy=pair)
 
     assert [each.tolist() for each in found] == [(start - 1.0).tolist()] * 2
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_on_own_thread", [True, False])
+async def test_gradients_of_collectives_are_of_the_thread_that_has_the_stream(
+    pair: ar.MirroredStrategy, is_on_own_thread: bool
+) -> None:
+    def step() -> Any:
+        x = numbers(my_id()).requires_grad_()
+        total = ar.autodiff.all_reduce("sum", x * x)
+        loss = (total * total).sum()
+        if is_on_own_thread:
+            with torch.autograd.set_multithreading_enabled(False):
+                loss.backward()
+            return x.grad.tolist()
+        with ThreadPoolExecutor(1) as threads:  # as torch has them for GPUs
+            return threads.submit(loss.backward).result()
+
+    if is_on_own_thread:
+        assert await each(pair, step) == [[40.0, 208.0], [80.0, 312.0]]
+        return
+    with pytest.raises(ContextError, match=r"gradient of autodiff\.all_reduce on a thread of its"):
+        await pair.run(step)
 
 
 # ---- models ----------------------------------------------------------------------------------
