@@ -79,3 +79,62 @@ async def test_the_strategy_reduces_and_gathers_its_arrays(pair: ar.MirroredStra
     assert float(await pair.reduce("mean", parts, axis=0)) == 2.0
     assert float(await pair.reduce("max", parts, axis=0)) == 3.0
     assert (await pair.gather(parts, 0)).tolist() == [1.0, 2.0, 3.0]
+
+
+# ---- no streams are needed: jax's own waits, and its holds of memory ------------------------
+
+
+@jax.jit
+def added_late(xs: Any, big: Any) -> Any:
+    """Read `xs` some time after the call has returned, where jax runs ahead."""
+    for _ in range(4):
+        big = jax.numpy.tanh(big @ big)
+    return [x + 0 * big.sum() for x in xs]
+
+
+def variables_that_share() -> tuple[list[ar.Variable], list[Any]]:
+    """Return variables whose memory jax's arrays share: those that malloc has put on 64 bytes."""
+    variables = [ar.Variable(np.full(64, 1.0, "f4")) for _ in range(64)]
+    arrays = [JaxBackend().put(variable.value, "cpu:0") for variable in variables]
+    shared = [
+        (variable, array)
+        for variable, array in zip(variables, arrays, strict=True)
+        if array.unsafe_buffer_pointer() == variable.value.ctypes.data
+    ]
+    assert shared
+    return [variable for variable, _ in shared], [array for _, array in shared]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_held", [True, False])
+async def test_variables_are_not_written_where_jax_still_reads(is_held: bool) -> None:
+    variables, arrays = variables_that_share()
+    big = jax.numpy.ones((700, 700)) / 700
+    results = added_late(arrays, big)
+    if not is_held:
+        arrays.clear()  # jax holds what its computations are still to read
+    for _ in range(3):
+        for variable in variables:
+            await variable.assign_add(np.ones(variable.shape, "f4"))
+
+    for seen in (*results, *arrays):
+        np.testing.assert_array_equal(np.asarray(seen), 1.0)
+
+
+@pytest.mark.asyncio
+async def test_what_an_op_returns_is_waited_for_by_whoever_reads_it(
+    pair: ar.MirroredStrategy,
+) -> None:
+    big = jax.numpy.ones((700, 700)) / 700
+
+    async def step() -> Any:
+        one = jax.numpy.ones(3) * (my_id() + 1)
+        mine = await me().run_on_device(added_late, [one], big)  # an op that has only enqueued it
+        total = await me().all_reduce("sum", mine[0])
+        del mine
+        part = await me().run_on_device(lambda: me().blocking.all_reduce("mean", total))
+        return np.stack([total, part]).tolist()
+
+    found = pair.local_results(await pair.run(step))
+
+    assert [np.ravel(each).tolist() for each in found] == [[3.0] * 6] * 2
