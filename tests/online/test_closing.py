@@ -39,7 +39,11 @@ def stuck(folder: Path, name: str, **options: Any) -> Stuck:
     return Stuck(folder / name, **(given | options))
 
 
-@pytest.mark.parametrize("grace_s", [10.0, 0.5, None])
+LONG = [pytest.param(each, marks=pytest.mark.xslow) for each in (10.0, None)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grace_s", [0.5, *LONG])
 def test_challengers_that_hang_are_left_behind_and_the_champion_has_saved(
     folder: Path, grace_s: float | None
 ) -> None:
