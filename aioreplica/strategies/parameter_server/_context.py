@@ -84,7 +84,7 @@ class ClosureContext:
                 return found
             at = None if pulled is None else pulled.places_of(indices)
             if pulled is None or at is None:
-                flat, at = np.unique(indices, return_inverse=True)
+                flat, at = np.unique(indices.reshape(-1), return_inverse=True)
                 pulled = self._pull_all([], [(variable, flat)])[0]
             return pulled.values[at].reshape(*indices.shape, *spec.shape[1:])
 
@@ -92,11 +92,16 @@ class ClosureContext:
         """Pull values, and rows, of several variables, for who reads them later."""
         wholes, rows = _sorted_out(wanted)
         with self._lock:
-            known = wholes.keys() | self._values.keys()
-            flat = [each for number, each in rows.items() if number not in known]
+            for number in [*rows]:
+                if number in wholes or number in self._values:
+                    del rows[number]
+                elif number in self._rows:
+                    variable, indices = rows[number]
+                    rows[number] = variable, np.setdiff1d(indices, self._rows[number].indices)
             new = [each for number, each in wholes.items() if number not in self._values]
-            for (variable, _), pulled in zip(flat, self._pull_all(new, flat), strict=True):
-                self._rows[variable.spec.variable_id] = pulled
+            for number, pulled in zip(rows, self._pull_all(new, [*rows.values()]), strict=True):
+                before = self._rows.get(number)
+                self._rows[number] = pulled if before is None else before.joined(pulled)
 
     def _pull_all(
         self, wholes: Sequence[ServedVariable], rows: Sequence[tuple[ServedVariable, Array]]
@@ -410,11 +415,18 @@ class _PulledRows(NamedTuple):
     values: Array
 
     def places_of(self, indices: Array) -> Array | None:
-        """Return where rows are in `values`; None if one of them is not there."""
-        at: Array = np.searchsorted(self.indices, indices)
+        """Return where rows are in `values`, flat; None if one of them is not there."""
+        flat = indices.reshape(-1)  # comparisons of arrays without axes are no arrays
+        at: Array = np.searchsorted(self.indices, flat)
         is_there = at < self.indices.size
-        is_there[is_there] = self.indices[at[is_there]] == indices[is_there]
+        is_there[is_there] = self.indices[at[is_there]] == flat[is_there]
         return at if is_there.all() else None
+
+    def joined(self, others: _PulledRows) -> _PulledRows:
+        """Return these rows and others of the same variable, none of which is among them."""
+        indices = np.concatenate([self.indices, others.indices])
+        order = np.argsort(indices)
+        return _PulledRows(indices[order], np.concatenate([self.values, others.values])[order])
 
 
 @final

@@ -127,8 +127,9 @@ class ServedVariable(Variable):
             indices: Which ones.
             ahead: What is read later, to come with the same messages, one to each server: variables
                 for their whole value, and pairs of a variable and indices. `v.value`, `v.rows` and
-                lookups of rows that were all among these then find them here, until this closure
-                writes the variable. What workers have for themselves is skipped.
+                lookups of rows that were all among these, or those of an `ahead` before, then find
+                them here, until this closure writes the variable. What workers have for themselves
+                is skipped.
 
         Raises:
             ContextError: If called outside a closure (use `await variable.read(indices)`).

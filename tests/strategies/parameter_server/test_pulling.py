@@ -125,6 +125,57 @@ async def test_rows_that_were_not_pulled_or_were_written_are_pulled(
         np.testing.assert_array_equal(after, START[[2]] + 1)
 
 
+def read_in_shapes(table: Any, other: Any, indices: Any) -> list[Any]:
+    found = [table.rows(indices), table.rows(indices, ahead=[(other, [3, 0, 5])])]
+    found += [table.rows(indices), embedding_lookup(table, indices)]
+    return [*found, other.rows(indices), embedding_lookup(other, indices)]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("shape", [(), (0,), (2,), (2, 2), (0, 3)])
+async def test_rows_have_the_shape_of_their_indices(
+    messages: Counter[str], shape: tuple[int, ...], *, there: bool
+) -> None:
+    chosen = np.resize([5, 3] if there else [1, 3], shape)
+    async with opened(**CUT) as (strategy, coordinator):
+        tables, _ = tables_in(strategy)
+        remote = await coordinator.schedule(read_in_shapes, (*tables[:2], chosen))
+        found = await remote.fetch()
+        for i, rows in enumerate(found):
+            np.testing.assert_array_equal(rows, START[chosen] + (i > 3), strict=True)
+
+
+def read_ahead_again(table: Any, other: Any, gate: Gate) -> list[Any]:
+    table.rows([0], ahead=[(other, [2, 5])])
+    gate.pass_through()
+    table.rows([0, 1], ahead=[(other, [3, 2, 0])])
+    table.rows([1, 0], ahead=[(other, [5])])
+    found = [other.rows(rows) for rows in ([0, 2, 3, 5], 2, [5, 0])]
+    return [*found, table.rows([1, 0])]
+
+
+@pytest.mark.asyncio
+async def test_another_ahead_adds_to_the_one_before(messages: Counter[str]) -> None:
+    """What was pulled before stays as old as it is; only what is new comes."""
+    async with opened() as (strategy, coordinator):
+        tables, _ = tables_in(strategy)
+        gate = Gate()
+        remote = await coordinator.schedule(read_ahead_again, (*tables[:2], gate))
+        await gate.reached()
+        await tables[1].assign_add(np.full_like(START, 10.0))
+        messages.clear()
+        gate.open()
+        several, one, two, others = await remote.fetch()
+        assert messages == {"pull": 1}
+        now = START + 1
+        now[[0, 3]] += 10
+        np.testing.assert_array_equal(several, now[[0, 2, 3, 5]])
+        np.testing.assert_array_equal(one, now[2])
+        np.testing.assert_array_equal(two, now[[5, 0]])
+        np.testing.assert_array_equal(others, START[[1, 0]])
+
+
 def descend_from_old_rows(table: Any, optimizer: Any, gate: Gate) -> None:
     table.rows([0], ahead=[(table, [1])])
     gate.pass_through()
