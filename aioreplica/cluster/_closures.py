@@ -210,7 +210,7 @@ class ClosureEngine(ABC):
     @abstractmethod
     async def create_state(
         self, owner: str, factory: Callable[..., object], args: Sequence[Any], server: int, *,
-        apart_from: StateHandle | None = None,
+        apart_from: Sequence[StateHandle] = (),
     ) -> StateHandle:  # fmt: skip
         """Make a state on a server by calling `factory(*args)` there; `owner` is whose it is.
 
@@ -219,7 +219,7 @@ class ClosureEngine(ABC):
             factory: Makes it.
             args: Of the factory.
             server: Number of the server.
-            apart_from: A state that must not be lost with this one: another process than its own.
+            apart_from: States that must not be lost with this one: none of their processes.
 
         Raises:
             WorkerLostError: If there is no process for it.

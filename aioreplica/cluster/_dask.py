@@ -146,7 +146,7 @@ class DaskClosureEngine(ClosureEngine):
 
     async def create_state(
         self, owner: str, factory: Callable[..., object], args: Sequence[object], server: int, *,
-        apart_from: StateHandle | None = None,
+        apart_from: Sequence[StateHandle] = (),
     ) -> StateHandle:  # fmt: skip
         """Make an actor on a worker with the resource `PS`; on another if that goes meanwhile."""
         data = pickle.dumps((factory, tuple(args)), protocol=5)
@@ -462,12 +462,13 @@ def _release(owner: str, keys: Sequence[Hashable] | None, dask_worker: object) -
 
 
 def _places_of_servers(
-    infos: Sequence[tuple[str, Any]], server: int, apart_from: StateHandle | None
+    infos: Sequence[tuple[str, Any]], server: int, apart_from: Sequence[StateHandle]
 ) -> list[str]:
-    other = apart_from.place if isinstance(apart_from, DaskState) else None
-    places = [a for a, info in infos if PARAMETER_SERVER in info["resources"] and a != other]
+    others = {each.place for each in apart_from if isinstance(each, DaskState)}
+    servers = [address for address, info in infos if PARAMETER_SERVER in info["resources"]]
+    places = [address for address in servers if address not in others]
     if not places:
-        what = "a copy of parameter" if other else "parameter"
+        what = "a copy of parameter" if others else "parameter"
         raise WorkerLostError(
             f"No worker with the resource {PARAMETER_SERVER!r} is left in the cluster for {what} "
             f"server {server}. Start one.",

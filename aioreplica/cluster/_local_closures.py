@@ -130,19 +130,23 @@ class LocalClosureEngine(ClosureEngine):
 
     async def create_state(
         self, owner: str, factory: Callable[..., object], args: Sequence[object], server: int, *,
-        apart_from: StateHandle | None = None,
+        apart_from: Sequence[StateHandle] = (),
     ) -> StateHandle:  # fmt: skip
         """Make a state in this process, as if in that of a server."""
         if self._lost is not None:
             raise WorkerLostError(self._lost, ranks=(server,))
         place = server
-        if isinstance(apart_from, _LocalState):
-            if self._num_servers < 2:
+        others = [each.place for each in apart_from if isinstance(each, _LocalState)]
+        if others:
+            after = (others[0] + i for i in range(1, self._num_servers))
+            free = [each % self._num_servers for each in after]
+            free = [each for each in free if each not in others]
+            if not free:
                 raise WorkerLostError(
                     f"There is no other process for a copy of parameter server {server}.",
                     ranks=(server,),
                 )
-            place = (apart_from.place + 1) % self._num_servers
+            place = free[0]
         state = _LocalState(server, place, factory(*args))
         self._states.setdefault(place, []).append(state)
         return state

@@ -20,7 +20,6 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import count
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -40,7 +39,7 @@ RETRY_S = 1.0
 """After so many seconds another process is looked for, for a copy that there is none of."""
 
 MAX_DOUBLINGS = 6
-"""So many times that is doubled while processes are found, but a copy there fails."""
+"""So many times that is doubled for processes where a copy has failed."""
 
 
 class _Done(NamedTuple):
@@ -293,12 +292,43 @@ class _Link:
 
 
 @final
+class _Search:
+    """Tries to give a server a copy.
+
+    Attributes:
+        num_failed: Copies that have failed.
+        failed: The last ones, whose processes get no other one before `due`.
+        due: The turn at which they may.
+    """
+
+    def __init__(self) -> None:
+        self.num_failed = self.due = self._num_pauses = 0
+        self.failed: list[StateHandle] = []
+
+    def begin(self, turn: int) -> None:
+        """Forget processes that have gone, and all of them at the end of their pause."""
+        self.failed = [each for each in self.failed if not each.is_lost]
+        if not self.failed:
+            self._num_pauses = 0
+        elif turn >= self.due:
+            self.failed = []
+
+    def has_failed(self, copy: StateHandle, turn: int) -> None:
+        """Learn that a copy has failed; one that was lost tells nothing of another process."""
+        self.num_failed += 1
+        if not copy.is_lost:
+            self._num_pauses += not self.failed
+            self.failed.append(copy)
+            self.due = turn + 2 ** min(self._num_pauses, MAX_DOUBLINGS)
+
+
+@final
 class Copies:
     """Keeps a copy of each parameter server, and puts it in the place of one that is lost.
 
     Args:
         handles: The servers, by number; it changes them.
-        make: Makes an empty copy of a server, in another process than that of a handle.
+        make: Makes an empty copy of a server, in another process than those of some handles.
 
     Attributes:
         when_promoted: Called when a copy has taken the place of its server.
@@ -307,15 +337,16 @@ class Copies:
     def __init__(
         self,
         handles: dict[int, StateHandle],
-        make: Callable[[int, StateHandle], Awaitable[StateHandle]],
+        make: Callable[[int, Sequence[StateHandle]], Awaitable[StateHandle]],
     ) -> None:
         self._handles = handles
         self._make = make
         self._copies: dict[int, StateHandle] = {}
         self._lock = asyncio.Lock()
         self._tasks: set[OwnedTask[Any]] = set()
-        self._alone: dict[int, int] = {}  # and how many of their copies have failed in a row
-        self._search: OwnedTask[Any] | None = None
+        self._alone: dict[int, _Search] = {}
+        self._turn = 0  # of looks for processes
+        self._looking: OwnedTask[Any] | None = None
         self._lost: set[int] = set()
         self.when_promoted: Callable[[], object] = bool
 
@@ -402,10 +433,11 @@ class Copies:
         Raises:
             WorkerLostError: If it is lost.
         """
-        num_failed = self._alone.get(server, 0)
+        search = self._alone.get(server) or _Search()
+        search.begin(self._turn)
         copy: StateHandle | None = None
         try:
-            copy = await self._make(server, primary)
+            copy = await self._make(server, [primary, *search.failed])
             await primary.call("copy_to", copy)
             await primary.call("followed", is_wait=True)
             why = "Its process was lost."
@@ -418,24 +450,24 @@ class Copies:
                 self._alone.pop(server, None)
                 return
         await primary.call("stand_alone")
+        if copy is not None:
+            search.has_failed(copy, self._turn)
         if copy is not None or server not in self._alone:
             LOGGER.warning(
                 "Parameter server %d has no copy: %s Another one is made as soon as there is a "
                 "process with the resource PS for it%s; a loss of this one loses its variables.",
-                server, why, "" if copy is None else f" ({num_failed + 1} have failed)",
+                server, why, "" if copy is None else f" ({search.num_failed} have failed)",
             )  # fmt: skip
-        self._alone[server] = num_failed + (copy is not None)
-        if self._search is None or self._search.is_done:
-            self._search = self._start(self._look_again(), "search for a process for copies")
+        self._alone[server] = search
+        if self._looking is None or self._looking.is_done:
+            self._looking = self._start(self._look_again(), "search for a process for copies")
 
     async def _look_again(self) -> None:
-        for turn in count(1):
-            if not self._alone:
-                return
+        while self._alone:
             await asyncio.sleep(RETRY_S)
+            self._turn += 1
             for server in self.alone:
-                is_due = turn % 2 ** min(self._alone[server], MAX_DOUBLINGS) == 0
-                if is_due and not await self._repair(server):
+                if not await self._repair(server):
                     self._alone.pop(server, None)
 
     async def aclose(self) -> None:

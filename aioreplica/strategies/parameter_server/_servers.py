@@ -169,9 +169,9 @@ class Servers:
         for number, (version, recipe) in self._recipes.items():
             await self.call(server, "learn", number, recipe, version)
 
-    async def _new_copy(self, server: int, primary: StateHandle) -> StateHandle:
+    async def _new_copy(self, server: int, apart_from: Sequence[StateHandle]) -> StateHandle:
         return await self.engine.create_state(
-            self.strategy_id, CopiedServer, (True, server), server, apart_from=primary
+            self.strategy_id, CopiedServer, (True, server), server, apart_from=apart_from
         )
 
     async def place(self, variables: Iterable[ServedVariable]) -> None:

@@ -18,7 +18,6 @@ import aioreplica as ar
 from aioreplica.cluster import LocalClosureEngine, StateHandle
 from aioreplica.errors import ContextError, WorkerLostError
 from aioreplica.optimizers import recipe_of
-from aioreplica.strategies.parameter_server import _copies
 from aioreplica.strategies.parameter_server._copies import CopiedServer
 from aioreplica.strategies.parameter_server._messages import (
     FROM_COORDINATOR,
@@ -473,76 +472,6 @@ async def test_both_copies_lost_at_once_go_back_to_the_checkpoint(tmp_path: Path
         await lose(strategy, 0)
         await lose(strategy, 1)
         np.testing.assert_array_equal(await w.read(), trained)
-
-
-@pytest.mark.asyncio
-async def test_a_server_stands_alone_until_there_is_another_process(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(_copies, "RETRY_S", 0.0)
-    async with opened() as (strategy, _):
-        with strategy.scope():
-            counter = ar.Variable(0, name="counter")
-        create, asked = strategy.engine.create_state, asyncio.Event()
-        is_there = False
-
-        async def create_state(*args: Any, apart_from: Any = None) -> Any:
-            if apart_from is not None and not is_there:
-                asked.set()
-                raise WorkerLostError("There is no process.", ranks=(0,))
-            return await create(*args, apart_from=apart_from)
-
-        await counter.read()
-        assert strategy.unreplicated_servers == ()
-        monkeypatch.setattr(strategy.engine, "create_state", create_state)
-        await lose(strategy, 0)
-        assert strategy.unreplicated_servers == (0,)
-        assert "has no copy" in caplog.text
-        await counter.assign_add(1)
-        asked.clear()
-        await asked.wait()  # it is looked for again and again
-        is_there = True
-        while strategy.unreplicated_servers:
-            await asyncio.sleep(0)
-        await lose(strategy, 1)
-        assert await counter.read() == 1
-
-
-@pytest.mark.asyncio
-async def test_copies_that_fail_are_told_and_tried_again_ever_later(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(_copies, "RETRY_S", 0.0)
-    monkeypatch.setattr(_copies, "MAX_DOUBLINGS", 3)
-    turns: list[int] = [0]
-    tried: list[int] = []
-    alone, follow = _copies.Copies.alone, CopiedServer.follow
-
-    def counted(copies: Any) -> Any:
-        turns[0] += 1
-        return alone.fget(copies)  # type: ignore[attr-defined]
-
-    def follow_later(server: CopiedServer, calls: Any) -> None:
-        tried.append(turns[0])
-        if len(tried) <= 6:
-            raise ContextError(f"No room on disk {len(tried)}.")
-        follow(server, calls)
-
-    async with opened() as (strategy, _):
-        with strategy.scope():
-            counter = ar.Variable(0, name="counter")
-        await counter.assign_add(1)
-        monkeypatch.setattr(_copies.Copies, "alone", property(counted))
-        monkeypatch.setattr(CopiedServer, "follow", follow_later)
-        strategy.engine.lose_server(1)
-        while len(tried) < 7 or strategy.servers.copies._alone:
-            await asyncio.sleep(0)
-        assert tried[:7] == [0, 2, 4, 8, 16, 24, 32]
-        for number in range(1, 7):
-            assert f"No room on disk {number}." in caplog.text
-            assert f"({number} have failed)" in caplog.text
-        await lose(strategy, 0)
-        assert await counter.read() == 1
 
 
 @pytest.mark.asyncio
