@@ -280,8 +280,10 @@ async def test_a_step_that_hangs_is_not_ready_and_goes_on_when_resumed(
         assert "0.05 s" in ready.json()["status"]
         await predicts(service)
         program.learner.step_fn = step
-        assert (await operate(service, "/resume")).status == 200
-        await tickets[-1]
+        while not tickets[-1].is_done:  # on a busy machine a good step may take longer, too
+            if program.learner.state == "failed":
+                assert (await operate(service, "/resume")).status == 200
+            await until(lambda: tickets[-1].is_done or program.learner.state == "failed")
         assert (await ask(service, "GET", "/readyz")).json() == {"status": "ok"}
 
 
