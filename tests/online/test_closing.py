@@ -89,7 +89,7 @@ async def test_a_served_model_is_saved_although_the_first_one_hangs(folder: Path
         await until_caught_up(found)
         await found["main"].learner.checkpoint()
         await found["main"].learner.promote("b")
-    first = Stuck(folder, challengers={"b": (second := rival(folder)).learner}, grace_s=0.5)
+    first = Stuck(folder, challengers={"b": (second := rival(folder)).learner}, grace_s=2.0)
     async with second.strategy, first.strategy:
         learner = await first.learner.__aenter__()
         for i in (1, 2):
