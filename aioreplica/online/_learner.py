@@ -337,7 +337,8 @@ class OnlineLearner:
     async def promote(self, model: str) -> int:
         """Serve another model from now on, also after a restart: a challenger, or "main" again.
 
-        It is one transaction of the journal; the champion before goes on as a challenger.
+        It is one transaction of the journal; the champion before goes on as a challenger. One
+        promotion comes behind another; who asks for the model that is being promoted joins that.
 
         Returns:
             The first version of it that is served, larger than all before.
@@ -347,10 +348,11 @@ class OnlineLearner:
             CheckpointError: If it has no checkpoint, and none could be saved.
             JournalError: If the journal could not be written: nothing has changed.
             ContextError: If the learner is not open, or is a challenger itself; or if there is no
-                checkpoint 10 s after another promotion was asked for, which goes first then.
+                checkpoint 10 s after another model was asked for that is fit, which goes first
+                then: a challenger, or the champion, which stays so.
 
         Cancellation:
-            Stops waiting; it is promoted all the same.
+            Not promoted if it waits behind another promotion; otherwise it is, all the same.
         """
         engine = self._open_engine()
         if not engine.is_owner:

@@ -317,23 +317,29 @@ class Promotions:
     async def promote(self, name: str) -> int:
         """Make a model the champion; return the first version of it that is served.
 
+        Who asks for the one that is being promoted joins that. While another one is, the champion
+        is asked for like any other: it is served again afterwards, or stays.
+
         Raises:
             ValueError: If it is not known, or not fit to be served.
             CheckpointError: If it has no checkpoint yet, and none could be saved.
             JournalError: If the journal could not be written, or nobody knows; or if it does not
                 end to write the promotion before.
             ContextError: If the learner is closed before; or if it has no checkpoint TURN_S after
-                another promotion was asked for.
+                the promotion of another one was asked for that was fit.
 
         Cancellation:
-            Stops waiting; it is promoted all the same.
+            Behind another promotion it is not promoted. Afterwards it is, all the same.
         """
+        engine = self._fit(name)
         async with self._turn:
-            await self._end_before(name)
-            if self._is_closing:
-                raise ContextError(CLOSED)
-            self._promoted, self._is_written = self._models.engines.get(name), False
-            task = self._task = OwnedTask(self._promote(name), f"promotion of {name}")
+            task = self._under_way(engine)
+            if task is None:
+                await self._end_before(name)
+                if self._is_closing:
+                    raise ContextError(CLOSED)
+                self._promoted, self._is_written = engine, False
+                task = self._task = OwnedTask(self._promote(name), f"promotion of {name}")
         await task.done_or_cancelled()
         if task is self._given_up:
             raise ContextError(
@@ -357,6 +363,9 @@ class Promotions:
                 f"{name!r} is not promoted: the journal has not ended to write the promotion "
                 f"before, for {TURN_S:g} s. Look at its disk, and try again."
             )
+        if self._owner.is_closing:  # which waits for it
+            raise ContextError(CLOSED)
+        self._fit(name)
         self._given_up = task
         task.cancel()
         await task.ended()

@@ -15,6 +15,7 @@ from aioreplica.online import Journal
 from .program import Counting, example
 from .test_journal import Failing
 from .test_models import models, rival, take, until, until_caught_up
+from .test_promotions import begun
 
 
 class Stuck(Counting):
@@ -183,6 +184,36 @@ async def test_who_waits_for_a_promotion_that_closing_ends_is_told(folder: Path)
         with pytest.raises(ContextError, match="The learner is closed"):
             await second
         assert learner.champion == "main"
+
+
+@pytest.mark.asyncio
+async def test_who_waits_its_turn_takes_none_from_a_promotion_that_closing_waits_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late, go = asyncio.Event(), asyncio.Event()
+
+    async def is_too_late(*_: object) -> bool:
+        await late.wait()
+        return False
+
+    async with models(folder, rivals={"b": {}, "c": {}}) as found, asyncio.timeout(60):
+        learner = found["main"].learner
+        await take(found, 0)
+        await until_caught_up(found)
+        first = await begun(found, go)
+        with monkeypatch.context() as waiting:
+            waiting.setattr("aioreplica.online._models.ends_in", is_too_late)
+            second = asyncio.ensure_future(learner.promote("c"))
+            await asyncio.sleep(0)  # now it waits for the first one
+            closing = asyncio.ensure_future(learner.aclose())
+            await until(lambda: learner.state == "closing")
+            late.set()
+            with pytest.raises(ContextError, match="The learner is closed"):
+                await second
+        go.set()
+        await closing
+        await first
+    assert learner.champion == "b"
 
 
 @pytest.mark.asyncio

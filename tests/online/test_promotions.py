@@ -432,20 +432,10 @@ async def test_one_that_hangs_before_the_journal_gives_way_to_the_next(
 ) -> None:
     monkeypatch.setattr("aioreplica.online._models.TURN_S", 0.05)
     async with models(folder, rivals={"b": {}, "c": {}}) as found, asyncio.timeout(60):
-        learner, manager = found["main"].learner, found["b"].manager
+        learner, go = found["main"].learner, asyncio.Event()
         await take(found, 0)
         await until_caught_up(found)
-        assert manager is not None
-        save, asked, go = manager.save, asyncio.Event(), asyncio.Event()
-
-        async def hangs(*args: Any, **options: Any) -> None:
-            asked.set()
-            await go.wait()
-            await save(*args, **options)
-
-        manager.save = hangs  # type: ignore[method-assign]
-        first = asyncio.ensure_future(learner.promote("b"))
-        await asked.wait()
+        first = await begun(found, go)
         version = await learner.promote("c")
         with pytest.raises(ContextError, match=r"'b' was not promoted: .* had no checkpoint yet"):
             await first
@@ -454,6 +444,75 @@ async def test_one_that_hangs_before_the_journal_gives_way_to_the_next(
         assert await learner.promote("b") > version
     async with models(folder, rivals={"b": {}, "c": {}}) as found:
         assert found["main"].learner.champion == "b"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("asked", ["typo", "c", "b", "main"])
+async def test_one_that_hangs_gives_way_only_to_another_one_that_is_fit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    async with models(folder, rivals={"b": {}, "c": {}}) as found, asyncio.timeout(60):
+        learner, go = found["main"].learner, asyncio.Event()
+        await take(found, 0)
+        await until_caught_up(found)
+        await found["c"].learner.pause()
+        first = await begun(found, go)
+        with monkeypatch.context() as waiting:
+            waiting.setattr("aioreplica.online._models.ends_in", is_too_late)
+            second = asyncio.ensure_future(learner.promote(asked))
+            await asyncio.sleep(0)  # now it has given up the first one, if it ever does
+            if asked != "b":
+                await asyncio.wait([second])
+        assert second.done() == (asked != "b")
+        go.set()
+        told = await asyncio.gather(first, second, return_exceptions=True)
+        assert learner.champion == ("main" if asked == "main" else "b")
+        if asked == "main":  # is served again, before it was not
+            assert "'b' was not promoted" in str(told[0])
+            assert told[1] == 1
+        elif asked == "b":
+            assert told == [learner.version] * 2
+        else:
+            assert told[0] == learner.version
+            assert isinstance(told[1], ValueError)
+
+
+@pytest.mark.asyncio
+async def test_one_that_is_cancelled_while_it_waits_its_turn_is_not_promoted(folder: Path) -> None:
+    async with models(folder, rivals={"b": {}, "c": {}}) as found, asyncio.timeout(60):
+        learner, go = found["main"].learner, asyncio.Event()
+        await take(found, 0)
+        await until_caught_up(found)
+        first = await begun(found, go)
+        second = asyncio.ensure_future(learner.promote("c"))
+        await asyncio.sleep(0)  # now it waits for the first one
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        go.set()
+        await first
+    assert learner.champion == "b"
+
+
+async def is_too_late(*_: object) -> bool:
+    return False
+
+
+async def begun(found: dict[str, Counting], go: asyncio.Event) -> asyncio.Future[int]:
+    """Ask for "b", whose checkpoint comes behind `go`."""
+    manager, asked = found["b"].manager, asyncio.Event()
+    assert manager is not None
+    save = manager.save
+
+    async def later(*args: Any, **options: Any) -> None:
+        asked.set()
+        await go.wait()
+        await save(*args, **options)
+
+    manager.save = later  # type: ignore[method-assign]
+    promoting = asyncio.ensure_future(found["main"].learner.promote("b"))
+    await asked.wait()
+    return promoting
 
 
 # ---- disks -------------------------------------------------------------------------------
