@@ -250,11 +250,14 @@ def _function() -> Tree:
         @staticmethod
         def forward(ctx: Any, outside: TorchCall, *args: torch.Tensor) -> object:
             ctx.outside = outside
+            ctx.streams = served_streams()
             ctx.save_for_backward(*args)
             return outside.value
 
         @staticmethod
         def backward(ctx: Any, *cotangents: torch.Tensor) -> object:
+            if served_streams() is not ctx.streams:
+                raise ContextError(_OTHER_THREAD.format("outside_compilation"))
             parts = ctx.outside.gradient(cotangents, ctx.saved_tensors)
             return (None, *parts)
 

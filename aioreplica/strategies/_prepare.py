@@ -116,7 +116,8 @@ def _made(
     made: Any = replicas_of(
         module, optimizer, loader, runtime.num_local_replicas, runtime.num_replicas_in_sync
     )
-    _warn_of_idle_devices(module, runtime.replica_devices)
+    is_alone = runtime.num_replicas_in_sync == 1
+    _warn_of_idle_devices(module, runtime.replica_devices, is_alone)
     if runtime.has_plain_values:
         modules, optimizers, batches = (column[0] for column in made)
     else:
@@ -126,12 +127,12 @@ def _made(
     return modules, optimizers, batches
 
 
-def _warn_of_idle_devices(module: Any, devices: Sequence[Device | None]) -> None:
+def _warn_of_idle_devices(module: Any, devices: Sequence[Device | None], is_alone: bool) -> None:
     idle = [str(device) for device in devices if device is not None and device.kind != "cpu"]
     if not idle or any(tensor.device.type != "cpu" for tensor in module.parameters()):
         return
     advice = f"Move module and batches with .to({idle[0]!r})."
-    if len(devices) > 1:
+    if not is_alone:
         advice = (
             "It averages the gradients of modules on the CPU only: for GPUs use "
             "ar.autodiff.torch_module, which computes where its arguments are, or one replica."

@@ -17,9 +17,11 @@ import pytest
 import pytest_asyncio
 
 import aioreplica as ar
-from aioreplica.devices import lane_table
+from aioreplica.cluster import LocalCommunicator
+from aioreplica.devices import lane_table, list_devices
 from aioreplica.devices.backends import Backend, TorchBackend
 from aioreplica.errors import ContextError
+from aioreplica.strategies import _multi_worker
 from benchmarks._gpu_place import SharedGpu
 from tests.replica.gated import me, my_id
 
@@ -537,6 +539,16 @@ async def test_prepare_says_that_modules_of_the_host_compute_there(
     async with ar.OneDeviceStrategy("cuda:0") as one:
         with pytest.warns(UserWarning, match=r"on cuda:0, but.*Move module and batches with \.to"):
             ar.prepare(module, sgd, data, strategy=one)
+    for worker in LocalCommunicator.group(2):  # with one GPU each
+        with pytest.MonkeyPatch.context() as here:
+            here.setattr(
+                _multi_worker, "chosen_devices", lambda *_: tuple(list_devices("cuda")[:2])
+            )
+            several = ar.MultiWorkerMirroredStrategy(worker)
+        with pytest.warns(
+            UserWarning, match=r"on cuda:., but.*for GPUs use ar\.autodiff\.torch_mod"
+        ):
+            ar.prepare(module, sgd, data, strategy=several)
     module.weight = torch.nn.Parameter(numbers()[None])
     with pytest.raises(TypeError, match=r"'weight' is on cuda:0, but ar\.prepare averages"):
         ar.prepare(module, sgd, data, strategy=pair)
@@ -545,13 +557,17 @@ async def test_prepare_says_that_modules_of_the_host_compute_there(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("called", ["autodiff.all_reduce", "outside_compilation"])
 @pytest.mark.parametrize("is_on_own_thread", [True, False])
-async def test_gradients_of_collectives_are_of_the_thread_that_has_the_stream(
-    pair: ar.MirroredStrategy, is_on_own_thread: bool
+async def test_gradients_that_meet_others_are_of_the_thread_that_has_the_stream(
+    pair: ar.MirroredStrategy, is_on_own_thread: bool, called: str
 ) -> None:
     def step() -> Any:
         x = numbers(my_id()).requires_grad_()
-        total = ar.autodiff.all_reduce("sum", x * x)
+        if called == "outside_compilation":
+            total = ar.outside_compilation(doubled, x)
+        else:
+            total = ar.autodiff.all_reduce("sum", x * x)
         loss = (total * total).sum()
         if is_on_own_thread:
             with torch.autograd.set_multithreading_enabled(False):
@@ -561,9 +577,10 @@ async def test_gradients_of_collectives_are_of_the_thread_that_has_the_stream(
             return threads.submit(loss.backward).result()
 
     if is_on_own_thread:
-        assert await each(pair, step) == [[40.0, 208.0], [80.0, 312.0]]
+        reduced, outside = [[40.0, 208.0], [80.0, 312.0]], [[8.0, 16.0], [16.0, 24.0]]
+        assert await each(pair, step) == (reduced if "all_reduce" in called else outside)
         return
-    with pytest.raises(ContextError, match=r"gradient of autodiff\.all_reduce on a thread of its"):
+    with pytest.raises(ContextError, match=rf"gradient of {called} on a thread of its own"):
         await pair.run(step)
 
 
