@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import shutil
 import socket
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +32,7 @@ NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not installed")
 
 NAME = "model.example"
+LIMIT_S = 300.0
 TOKENS = {"ONLINE_LEARNING_TOKEN": "client", "ONLINE_LEARNING_OPERATOR_TOKEN": "operator"}
 MAX_BODY = 64 * 1024
 AROUND = """
@@ -54,17 +57,18 @@ def predicting(data: Path) -> Iterator[str]:
         [sys.executable, "-m", *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
         cwd=ROOT,
         env={**os.environ, **found},
     ) as process:
         try:
             assert process.stdout is not None
-            lines: list[str] = []
-            while (at := re.search(r"running on http://127.0.0.1:(\d+)", "".join(lines))) is None:
-                lines.append(process.stdout.readline())
-                assert lines[-1], lines
-            yield at[1]
+            limit, said = time.monotonic() + LIMIT_S, b""
+            while (at := re.search(rb"running on http://127.0.0.1:(\d+)", said)) is None:
+                left_s = max(0.0, limit - time.monotonic())
+                assert select.select([process.stdout], [], [], left_s)[0], said
+                said += (more := os.read(process.stdout.fileno(), 4096))
+                assert more, said
+            yield at[1].decode()
         finally:
             process.terminate()
             process.wait(60)
@@ -100,8 +104,10 @@ def proxying(folder: Path, learner: str, workers: str) -> Iterator[httpx.Client]
     transport = httpx.HTTPTransport(verify=trusted, uds=f"{folder}/socket")
     with subprocess.Popen(command) as process:
         try:
+            limit = time.monotonic() + LIMIT_S
             while not is_listening(folder / "socket"):
                 assert process.poll() is None
+                assert time.monotonic() < limit
             with httpx.Client(
                 base_url=f"https://{NAME}",
                 transport=transport,
