@@ -52,7 +52,7 @@ class Call:
         brings: For AGREE: makes the array when the engine is about to send it; None if it is there.
         then: Called with the future when it is done: by the engine's message to the event loop, not
             a cycle later; a failure is told soon. None where only the future tells.
-        is_awaited: Whether there is a task that waits for it, so the event loop may look a moment.
+        is_awaited: Whether a task waits for it, so that the event loop may begin it.
         what: Names it in errors, where the user has called something else.
         number: Of the call in its communicator, from 0; the same on every worker.
     """

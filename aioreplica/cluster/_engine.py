@@ -1,4 +1,6 @@
-"""Communicators over an engine: one thread makes all of its calls, first in, first out.
+"""Communicators over an engine: one thread makes its calls, first in, first out.
+
+The event loop's thread begins those that a task waits for where that is allowed, see `Link.visit`.
 
 An engine only moves bytes (`Transport`): every worker gives to all, all give to one place, or one
 gives to all. Sums are made here, by the same code as those of replicas in one process, in ascending
@@ -133,7 +135,7 @@ class SplitCommunicator(EngineCommunicator):
 
 @final
 class Visit:
-    """A call on its visit to the engine: exchanges and sums on the lane, and the result's way back.
+    """A call on its visit to the engine: exchanges and sums, and the result's way back.
 
     Args:
         communicator: Whose call it is.
@@ -151,9 +153,9 @@ class Visit:
     """
 
     __slots__ = (
-        "_agrees", "_begun", "_communicator", "_completions", "_error", "_link", "_result",
-        "_transport", "beat_s", "call", "group", "is_told", "start", "tell_at", "timeout",
-        "warn_at",
+        "_agrees", "_arrays", "_begun", "_communicator", "_completions", "_error", "_link",
+        "_result", "_transport", "beat_s", "call", "group", "is_told", "start", "tell_at",
+        "timeout", "warn_at",
     )  # fmt: skip
 
     def __init__(self, communicator: EngineCommunicator, call: Call) -> None:
@@ -164,6 +166,7 @@ class Visit:
         self._result: object = None
         self._error: BaseException | None = None
         self._begun: tuple[Array, Poll] | None = None
+        self._arrays: tuple[Array, ...] = ()  # that the engine may use, once it has begun
         self._agrees: bool | None = None
         self.call = call
         self.group = communicator.group
@@ -176,13 +179,22 @@ class Visit:
         """Bring the result; the op of the lane would, a cycle of the event loop later."""
         self._communicator.performed(self.call, self._result, self._error)
 
+    @property
+    def has_met(self) -> bool:
+        """True if the others came to the attempt, whatever is left to do."""
+        return self._agrees is not None
+
     def attempt(self, limit_s: float) -> bool:
         """Perform the call here if the others come at once; false if the lane has to go on.
 
         Args:
             limit_s: How long they may take, in seconds.
+
+        Raises:
+            BaseException: That is no Exception, such as an interrupt. What is sent is not known
+                then, so the lane ends the group, as after any error.
         """
-        call, poll = self.call, None
+        call = self.call
         assert call.agrees is not None  # no other call is attempted
         try:
             self._link.read_notes()
@@ -192,10 +204,12 @@ class Visit:
                 if monotonic() >= stop:
                     return False
             self._agrees = call.agrees(rows)
-        except Exception as error:  # noqa: BLE001 - the lane raises it, and ends the group
-            self._error = error
-            if poll is not None:
-                self._link.hold(poll)
+        except BaseException as error:
+            self._link.hold(self)
+            if not isinstance(error, Exception):
+                self._error = InterruptedError(f"interrupted by {error!r}")
+                raise
+            self._error = error  # the lane raises it, and ends the group
             return False
         self._result = rows, None
         return not self._agrees
@@ -258,6 +272,7 @@ class Visit:
         require_size(array.nbytes)
         rows = np.empty((self.group.size, *array.shape), array.dtype)
         rows[self.group.rank] = array
+        self._arrays = array, rows
         return rows, self._transport.all_gather(self.group, as_bytes(array), as_bytes(rows))
 
     def _agree(self, call: Call, op: ReduceOp) -> tuple[Array, list[Array] | None]:

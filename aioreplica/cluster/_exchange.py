@@ -232,10 +232,10 @@ class Exchange(asyncio.Future[T]):
             self._break(error)
 
     def _bring(self) -> Array:
-        """Return the frame, and behind it what is ahead if there is room; on the engine's thread.
+        """Return the frame, and behind it what is ahead if there is room; as the engine sends it.
 
-        What is started until then goes with it: the event loop may be busy for as long as a step
-        starts reductions, and the engine's thread gets to run when it waits.
+        What is started until then goes with it where the engine's thread sends: the event loop may
+        be busy for as long as a step starts reductions, and that thread runs when it waits.
         """
         room = self._run.workers.room
         followers = self._led = self._followers()
@@ -265,7 +265,7 @@ class Exchange(asyncio.Future[T]):
         return followers
 
     def _look(self, rows: Any) -> bool:
-        """Tell whether to reduce what follows; on the engine's thread, which then does it."""
+        """Tell whether to reduce what follows, which the engine's thread then does."""
         followers, self._led = self._led, ()
         slots = self._slots = slots_if_one_collective(rows)
         if slots is None:

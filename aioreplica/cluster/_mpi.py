@@ -1,4 +1,4 @@
-"""MPI, through mpi4py: started, used and ended on one thread of the process.
+"""MPI, through mpi4py: started and ended on one thread of the process, and used by one at a time.
 
 mpi4py starts MPI at its import, so that happens at the first connection only, and with our
 options. MPI calls have no timeouts and cannot be cancelled: nothing here blocks in one, but for
@@ -55,10 +55,11 @@ MAX_TAG = 30_000  # every MPI has at least 32,767
 class MpiCommunicator(EngineCommunicator):
     """A worker of all those that `mpirun` has started; made by `connect`.
 
-    Any MPI that mpi4py finds; `pip install "aioreplica[mpi]"` brings Open MPI. One thread makes
-    every call of MPI. If a worker dies, MPI's launcher ends the others as well. Started as
-    `mpirun --with-ft ulfm` (Open MPI), they live on: each raises a `WorkerLostError`, and
-    `shrink` makes a group of those that are left.
+    Any MPI that mpi4py finds; `pip install "aioreplica[mpi]"` brings Open MPI. A thread
+    of its own makes the calls of MPI, but for a moment of the event loop's where a task waits. If a
+    worker dies, MPI's launcher ends the others as well. Started as `mpirun --with-ft ulfm` (Open
+    MPI), they live on: each raises a `WorkerLostError`, and `shrink` makes a group of those that
+    are left.
     """
 
     @classmethod

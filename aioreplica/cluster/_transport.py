@@ -1,7 +1,8 @@
 """Transports, which move bytes and notes for an engine; and the link, which waits for them.
 
-A thread (a lane) makes all calls of an engine, and blocks on its queue when there is nothing to do.
-In a call it polls: at first without a pause, for about as long as the bytes take, then with pauses
+A thread (a lane) makes the calls of an engine, and blocks on its queue when there is nothing to do;
+where an engine allows it, the event loop's thread begins those that a task waits for. In a call the
+lane polls: at first without a pause, for about as long as the bytes take, then with pauses
 that grow to a millisecond, so a late peer costs little. Between polls it looks for what the others
 have to say, and at the clock.
 
@@ -233,8 +234,7 @@ class Link:
         self._left: dict[tuple[str, int], int] = {}
         self._words: dict[int, tuple[float, Note]] = {}  # the newest of each worker, and since when
         self._late: Visit | None = None  # that waits for others
-        self._held: list[Poll] = []
-        self._soon: Visit | None = None  # that is attempted on the event loop, ahead of the lane
+        self._held: list[object] = []
         self._queued: deque[Op[object]] = deque()  # on the lane
         self._patience_s = PATIENCE_S
 
@@ -247,48 +247,37 @@ class Link:
 
     def put(self, fn: Callable[..., object], *args: object) -> Op[object]:
         """Queue a call of the engine; on the event loop."""
-        soon, self._soon = self._soon, None
-        if soon is not None:
-            self.put(soon.perform)
         op: Op[object] = Op(self.completions(), self._in_turn, (fn, *args), {}, self.lane)
         self._queued.append(op)
         op.put()
         return op
 
     def visit(self, visit: Visit) -> None:
-        """Queue a visit; on the event loop.
+        """Perform a visit; on the event loop.
 
-        One that a task waits for is attempted there, once what is ready to run has run: to wake the
-        lane and to be woken by it takes longer than an exchange with workers that have come.
+        One that a task waits for is attempted here, and at once, as the loop may be busy next: to
+        wake the lane and to be woken by it takes longer than an exchange with workers that have
+        come. The lane gets what is not over then.
         """
-        if not visit.call.is_awaited or self.transport.lock is None or self._queued or self._soon:
-            self.put(visit.perform)
-        else:
-            self._soon = visit
-            asyncio.get_running_loop().call_soon(self._attempt, visit, self.transport.lock)
-
-    def _attempt(self, visit: Visit, lock: Lock) -> None:
-        if self._soon is not visit:
-            return  # the lane has got it, as something was queued behind it
-        self._soon = None
-        is_over = False
-        if lock.acquire(blocking=False):  # the lane may be busy for another group
-            try:
-                is_over = visit.attempt(self._patience_s)
-            finally:
-                lock.release()
-                if not is_over:
-                    self.put(visit.perform)
-            # Who is early is so again: it looks once, until the others are the early ones.
-            self._patience_s = PATIENCE_S if is_over else 0.0
-        else:
-            self.put(visit.perform)
+        lock, is_over = self.transport.lock, False
+        is_attempted = visit.call.is_awaited and lock is not None and not self._queued
+        if lock is None or not is_attempted or not lock.acquire(blocking=False):
+            self.put(visit.perform)  # the lane may be busy for another group
+            return
+        try:
+            is_over = visit.attempt(self._patience_s)
+        finally:
+            lock.release()
+            if not is_over:
+                self.put(visit.perform)
+        # Who is early is so again: it looks once, until the others are the early ones.
+        self._patience_s = PATIENCE_S if visit.has_met else 0.0
         if is_over:
-            visit.resolve()
+            asyncio.get_running_loop().call_soon(visit.resolve)
 
-    def hold(self, poll: Poll) -> None:
+    def hold(self, what: object) -> None:
         """Keep the memory of an exchange that the engine may not be done with."""
-        self._held.append(poll)
+        self._held.append(what)
 
     # ---- on the lane's thread ------------------------------------------------------------
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -235,12 +237,14 @@ class Meeting:
     def __init__(self, *, agrees: bool = False) -> None:
         self.agrees = agrees
         self.asked: list[tuple[int, bool]] = []
+        self.overflows: set[str] = set()  # what NumPy was to do at one
 
     def call(self, c: ThreadCommunicator) -> asyncio.Future[Any]:
         loop_thread = threading.get_ident()
 
         def agrees(_rows: Any) -> bool:
             self.asked.append((c.rank, threading.get_ident() == loop_thread))
+            self.overflows.add(np.geterr()["over"])
             return self.agrees
 
         own = np.array([1.0 + c.rank])
@@ -268,16 +272,78 @@ async def test_the_lane_reduces_what_all_have_agreed_on_and_does_not_ask_again()
         assert totals is not None
         assert totals[0].tolist() == [3.0]
     assert sorted(meeting.asked) == [(0, False), (1, True)]
+    assert [c.link._patience_s for c in group] == [0.0, PATIENCE_S]  # it came in time
+    await asyncio.gather(*(each.aclose() for each in group))
+
+
+@pytest.mark.parametrize("agrees", [False, True])
+async def test_a_call_goes_out_and_ends_for_the_others_while_the_event_loop_is_busy(
+    agrees: bool,
+) -> None:
+    group, meeting = attempted(), Meeting(agrees=agrees)
+    group[1].link._patience_s = 0.0
+    has_ended = threading.Event()
+
+    async def other() -> Any:
+        try:
+            return await meeting.call(group[1])
+        finally:
+            has_ended.set()
+            await group[1].aclose()
+
+    call = meeting.call(group[0])
+    with ThreadPoolExecutor(1) as threads:
+        result = threads.submit(asyncio.run, other())
+        assert has_ended.wait(60)  # and nothing else runs on this loop
+        for rows, totals in (result.result(), await call):
+            assert rows.tolist() == [[1.0], [2.0]]
+            assert agrees == (totals is not None)
+    await group[0].aclose()
+
+
+async def test_a_call_is_performed_in_the_context_of_who_makes_it_attempted_or_not() -> None:
+    group, meeting = attempted(), Meeting()
+    with np.errstate(over="raise"):
+        calls = [*map(meeting.call, group)]
+    behind = [c.all_reduce(1) for c in group]
+    await asyncio.gather(*calls, *behind)
+    assert sorted(meeting.asked) == [(0, False), (1, True)]
+    assert meeting.overflows == {"raise"}
+    await asyncio.gather(*(each.aclose() for each in group))
+
+
+async def test_an_interrupt_of_an_attempt_ends_the_group_and_nothing_is_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group, meeting = attempted(), Meeting()
+    exchange, sent = ThreadTransport.all_gather, Counter[int]()
+
+    def interrupted(self: ThreadTransport, *args: Any) -> Any:
+        sent[self.rank] += 1
+        poll = exchange(self, *args)
+        if self.rank == 1:
+            raise KeyboardInterrupt
+        return poll
+
+    monkeypatch.setattr(ThreadTransport, "all_gather", interrupted)
+    waiting = meeting.call(group[0])
+    with pytest.raises(KeyboardInterrupt):
+        meeting.call(group[1])
+    with pytest.raises(WorkerLostError, match=r"Worker 1 failed .*interrupted by KeyboardInt"):
+        await waiting
+    assert sent == {0: 1, 1: 1}
     await asyncio.gather(*(each.aclose() for each in group))
 
 
 async def test_what_is_called_behind_a_call_that_is_attempted_is_performed_behind_it() -> None:
-    group, meeting = attempted(), Meeting()
+    group, meeting, gate = attempted(), Meeting(), threading.Event()
+    group[1].link.put(gate.wait, 60)  # so that the lane of the first waits in what it has begun
     calls = [(meeting.call(c), c.all_reduce(c.rank), meeting.call(c)) for c in group]
+    gate.set()
     for rows, total, again in [await asyncio.gather(*each) for each in calls]:
         assert rows[0].tolist() == again[0].tolist() == [[1.0], [2.0]]
         assert total == 1
-    assert not any(is_here for _, is_here in meeting.asked)  # it was queued by the lane at once
+    assert sorted(meeting.asked) == [(0, False), (0, False), (1, False), (1, False)]
     await asyncio.gather(*(each.aclose() for each in group))
 
 
