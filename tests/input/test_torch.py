@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 import aioreplica as ar
+from aioreplica.device_loop import _feeder
 
 torch = pytest.importorskip("torch")
 
@@ -67,7 +68,10 @@ async def test_workers_end_with_a_loop_that_failed(pair: ar.MirroredStrategy, wo
 
 @pytest.mark.slow
 @pytest.mark.asyncio
-async def test_workers_end_with_a_body_that_failed(pair: ar.MirroredStrategy, workers: Any) -> None:
+async def test_workers_end_with_a_body_that_failed(
+    pair: ar.MirroredStrategy, workers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_feeder, "GIVE_UP_S", 60.0)  # a busy machine may need longer than usual
     data = loader(num_workers=2)
 
     async def fail() -> None:
