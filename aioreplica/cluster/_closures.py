@@ -143,6 +143,10 @@ class Submission(ABC):
         """
 
     @abstractmethod
+    def stop(self) -> None:
+        """Have it end if it has begun and the engine can end it; `wait` ends when it has."""
+
+    @abstractmethod
     async def result(self) -> Any:
         """Return the result.
 

@@ -55,8 +55,7 @@ class DaskClosureEngine(ClosureEngine):
 
     Args:
         target: The address of a scheduler, an asynchronous `distributed.Client` of the running
-            loop, to whose scheduler a connection of its own is made; None starts a cluster of
-            processes on 127.0.0.1.
+            loop, to whose scheduler another connection is made; None starts a local cluster.
         num_workers: How many workers a cluster of its own has.
         security: A `distributed.Security` for an address.
         timeout_s: How long the cluster may take to answer, in seconds.
@@ -139,6 +138,12 @@ class DaskClosureEngine(ClosureEngine):
         self._submissions.clear()
         self._known.all_gone()
         return self._lost
+
+    def is_connected_for(self, other: DaskClosureEngine) -> bool:
+        """True if this one is connected where another one would connect."""
+        if self._client is None or other._target is None or self.notice_loss() is not None:
+            return False
+        return bool(self._client.scheduler.address == address_and_security(other._target)[0])
 
     async def _watch_scheduler(self) -> None:
         while self.notice_loss() is None:  # noqa: ASYNC110 - Dask tells nobody
@@ -345,19 +350,14 @@ class DaskClosureEngine(ClosureEngine):
     # ---- starting ------------------------------------------------------------------------
 
     async def _connect(self, num_servers: int) -> None:
-        distributed = load_dask()
-        target = self._target
-        if isinstance(target, distributed.Client):
-            address, self._security = address_and_security(target)
-        elif target is None:
+        if self._target is None:
             self._own = DaskProcesses()
             address, self._security = await self._own.start(num_servers, self._num_new_workers)
         else:
-            address = target
-        if target is not None:
+            address, self._security = address_and_security(self._target, self._security)
             warn_if_open(address, self._security)
         self._client = await open_client(
-            address, self._security, is_own=target is None, timeout_s=self._timeout_s
+            address, self._security, is_own=self._target is None, timeout_s=self._timeout_s
         )
         self._comm = self._client.scheduler_comm
         self._client.subscribe_topic("all", self._learn_of)
@@ -419,6 +419,9 @@ class _DaskSubmission(Submission):
             raise WorkerLostError(f"The Dask cluster has dropped a closure: {error}") from error
         if self.future.status == "error":
             raise _translated(await self.future.exception())
+
+    def stop(self) -> None:
+        """Leave it alone: nobody ends a thread."""
 
     async def result(self) -> Any:
         distributed = load_dask()

@@ -46,12 +46,18 @@ async def close_client(client: Any) -> None:
         await client.close()
 
 
-def address_and_security(client: Any) -> tuple[str, object]:
+def address_and_security(client: Any, security: object = None) -> tuple[str, object]:
     """Return how to connect as a client does, which has to live on the running event loop.
+
+    Args:
+        client: The client, or the address of a scheduler.
+        security: For an address.
 
     Raises:
         ContextError: If it lives elsewhere, or is closed.
     """
+    if isinstance(client, str):
+        return client, security
     if not client.asynchronous or client.loop.asyncio_loop is not asyncio.get_running_loop():
         raise ContextError(
             f"{client!r} does not live on the running event loop. Make it there: "

@@ -252,7 +252,7 @@ class LocalClosureEngine(ClosureEngine):
         except asyncio.CancelledError:
             if submission.done.is_set():
                 raise
-            submission.settle(error=RuntimeError("The closure has cancelled its own task."))
+            submission.settle(error=submission.why_cancelled)
         except Exception as failure:  # noqa: BLE001 - raised where the submission is waited for
             submission.settle(error=failure)
         else:
@@ -332,6 +332,7 @@ class _LocalSubmission(Submission):
         self.task = task
         self.done = asyncio.Event()
         self.running: OwnedTask[None] | None = None
+        self.why_cancelled: Exception = RuntimeError("The closure has cancelled its own task.")
         self._value: object = None
         self._error: Exception | None = None
 
@@ -347,6 +348,11 @@ class _LocalSubmission(Submission):
             self._value, self._error = None, WorkerLostError(why)
         self.done.set()
         if self.running is not None:
+            self.running.cancel()
+
+    def stop(self) -> None:
+        if self.running is not None:
+            self.why_cancelled = WorkerLostError("The closure was cancelled.")
             self.running.cancel()
 
     async def wait(self) -> None:

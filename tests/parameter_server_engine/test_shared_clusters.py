@@ -10,9 +10,15 @@ import pytest
 from distributed import Client
 
 import aioreplica as ar
+from aioreplica.errors import WorkerLostError
 from tests.parameter_server_engine import closures
 from tests.parameter_server_engine.closures import LIMIT_S, PAUSE_S, FileGate
-from tests.parameter_server_engine.conftest import coordinating, table_of, until_workers
+from tests.parameter_server_engine.conftest import (
+    coordinating,
+    pids_of,
+    table_of,
+    until_workers,
+)
 from tests.parameter_server_engine.test_clusters import dask_cluster
 
 pytestmark = [
@@ -63,6 +69,36 @@ async def test_strategies_leave_nothing_in_a_cluster() -> None:
                 await coordinator.join()
                 assert np.sum(await table.read()) == -8.0, turn
             assert await things_left(client) == 0
+
+
+@pytest.mark.parametrize("target", ["client", "address"])
+async def test_what_runs_keeps_its_place_behind_another_client(gate: FileGate, target: str) -> None:
+    """The connection knows it; one in its place could not ask when it has ended."""
+    async with (
+        dask_cluster(("PS", "PS", "W")) as cluster,
+        Client(cluster, asynchronous=True) as client,
+        Client(cluster, asynchronous=True) as another,
+        coordinating(client) as (strategy, coordinator),
+    ):
+        table, engine = table_of(strategy), strategy.engine
+        await coordinator.schedule(closures.add_row, (table, 0, gate))
+        await gate.reached(1)
+        pids = await pids_of(strategy, "W")
+        strategy.servers.handles[0].lose()  # as the scheduler tells, without half a minute of Dask
+        with pytest.raises(WorkerLostError):
+            await table.read()
+        await strategy.reopen(another if target == "client" else cluster.scheduler_address)
+        assert strategy.engine is engine
+        await table.assign(np.zeros(table.shape))
+        queue = coordinator._runner.queue
+        remote = await coordinator.schedule(closures.add_row, (table, 1, gate))
+        while (closure := queue.with_workers()[-1]).submission is None or closure.is_over:
+            await asyncio.sleep(0)
+        assert [each.began_s is None for each in queue.with_workers()] == [False, True]
+        gate.open()
+        await remote.fetch()
+        assert float((await table.read()).sum()) == 2.0
+        assert await pids_of(strategy, "W") == pids
 
 
 async def test_workers_that_are_retired_lose_nothing(gate: FileGate) -> None:

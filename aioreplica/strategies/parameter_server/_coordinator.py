@@ -27,7 +27,7 @@ from ._packing import (
 from ._per_worker_variable import PerWorkerVariable, VariableOf
 from ._queue import ClosureQueue, ScheduledClosure
 from ._remote_value import RemoteValue
-from ._runner import ClosureRunner
+from ._runner import ClosureRunner, wait_among
 from ._strategy import ParameterServerStrategy, check_count
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ class ClusterCoordinator:
             ClosureQueue, queue_size, _checked_seconds("worker_wait_s", worker_wait_s)
         )
         self._new_runner = functools.partial(ClosureRunner, strategy, max_attempts=max_attempts)
-        self._runner = self._new_runner(self._new_queue())
+        self._runner = self._new_runner(self._new_queue(cluster=strategy.engine))
         self._parts: SharedParts = WeakValueDictionary()
         self._results = HomeSide(strategy)
         self._state = "new"
@@ -164,7 +164,7 @@ class ClusterCoordinator:
         try:
             while not self._runner.queue.has_room or self._runner.queue.is_ending:
                 self._runner.pump()
-                await self._runner.wait_in(self._runner.room)
+                await wait_among(self._runner.room, self._runner)
                 self._require_open()
                 self._runner.queue.raise_error()
             return self._add(fn, args, kwargs, timeout_s, isolate)
@@ -231,7 +231,7 @@ class ClusterCoordinator:
         await self._open()
         self._runner.pump()
         while not self._runner.queue.is_idle:
-            await self._runner.wait_in(self._runner.idle)
+            await wait_among(self._runner.idle, self._runner)
             self._require_open()
         try:
             await self._runner.report()
@@ -331,7 +331,7 @@ class ClusterCoordinator:
             self._state = "open"
             try:
                 await self._strategy.servers.ready()
-                self._runner.open(self._new_queue())
+                self._runner.open(self._new_queue(cluster=self._strategy.engine))
                 self._loop = asyncio.get_running_loop()
             except BaseException:
                 self._state = "new"
@@ -346,7 +346,7 @@ class ClusterCoordinator:
             require_loop(self._loop, self)
 
     async def end_with_cluster(self) -> None:
-        """End what was going on in a cluster that is lost; for the strategy."""
+        """End what is going on in a cluster that is lost; for the strategy."""
         await self._runner.close(self._strategy.servers.lost_error(), is_for_good=False)
 
     def begin_with_cluster(self) -> None:
@@ -354,7 +354,7 @@ class ClusterCoordinator:
         former = self._runner
         missed = former.queue.take_error()
         self._runner = self._new_runner(former.queue, counts=former.counts)
-        self._runner.open(self._new_queue())
+        self._runner.open(self._new_queue(cluster=self._strategy.engine))
         if missed is not None and not isinstance(missed, WorkerLostError):
             self._runner.queue.put_error(missed)
 

@@ -117,17 +117,21 @@ class ClosureQueue:
     Args:
         size: How many closures may wait for a worker.
         worker_wait_s: How long they may wait while there is no worker; None sets no limit.
+        cluster: Whose workers it has.
 
     Attributes:
         num_gone: Workers that have gone so far.
         last_gone: Names of the last ones.
     """
 
-    def __init__(self, size: int, worker_wait_s: float | None = None) -> None:
+    def __init__(
+        self, size: int, worker_wait_s: float | None = None, cluster: object = None
+    ) -> None:  # fmt: skip
         self.num_gone = 0
         self.last_gone: deque[str] = deque(maxlen=8)
         self._size = size
         self._worker_wait_s = worker_wait_s
+        self._cluster = cluster
         self._queued: deque[ScheduledClosure] = deque()
         self._unfinished: dict[int, ScheduledClosure] = {}
         self._workers: dict[str, _Worker] = {}
@@ -214,8 +218,11 @@ class ClosureQueue:
     def take_over(self, former: ClosureQueue) -> None:
         """Know the workers of a queue that was closed, what still runs there, and which have gone.
 
-        What was cancelled while it ran keeps its place here, too.
+        What was cancelled while it ran keeps its place here, too. The workers of another cluster
+        have all gone, even if some have the same names.
         """
+        if self._cluster is not former._cluster:
+            former.set_workers(0.0, {})
         self.num_gone, self.last_gone = former.num_gone, former.last_gone
         for name, worker in former._workers.items():
             self._workers[name] = _Worker(worker.index, worker.slots)

@@ -331,43 +331,24 @@ class ClosureRunner:
         queue = self.queue
         self._reports = await self._strategy.servers.report(queue.oldest, queue.newest, failed)
 
-    async def wait_in(self, waiters: Any) -> None:
-        """Wait for room, or until all is over.
-
-        Raises:
-            Exception: The error that there was when all was over.
-        """
-        future: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
-        waiters.append(future)
-        try:
-            error = await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
-                missed = future.result()
-                if missed is not None:
-                    self.queue.put_error(missed)
-                self.pump()  # room that was given to this one goes to the next
-            raise
-        finally:
-            with suppress(ValueError):
-                waiters.remove(future)
-        if error is not None:
-            raise error
-
     def statistics(self) -> CoordinatorStatistics:
         """Return counts of closures, and those of the servers when they were asked last."""
         return summed(self.queue.depth, self.queue.num_running, self.counts, self._reports)
 
     async def close(self, error: Exception, *, is_for_good: bool = True) -> None:
-        """End what is not over with an error, and all that is done here; what runs, if for good."""
+        """End what is not over with an error, and all that is done here.
+
+        What runs ends with it, if that is for good; else if the engine can end it where it is.
+        """
         if self.queue.is_idle:
             await self._tell_servers()
         elif not self.queue.is_ending:
             self.fail(error)
         for task in tuple(self._ends):
             await task.ended()
-        left = [closure.submission for closure in self.queue.with_workers()] if is_for_good else []
-        await self._strategy.engine.cancel([each for each in left if each is not None])
+        left = [closure.submission for closure in self.queue.with_workers() if closure.submission]
+        if is_for_good:
+            await self._strategy.engine.cancel(left)
         self.is_open = False
         if self._watch is not None:
             self._watch.end()
@@ -376,6 +357,8 @@ class ClosureRunner:
             self.failed(closure, error)
         for closure in self.queue.with_workers():
             _settle_again(closure, error)
+        for submission in left:
+            submission.stop()
         self._outbox.clear()
         for following in tuple(self._tasks):
             following.cancel()
@@ -384,6 +367,30 @@ class ClosureRunner:
 
     def __repr__(self) -> str:
         return f"<ClosureRunner | {self.queue!r}>"
+
+
+async def wait_among(waiters: Any, runner: ClosureRunner) -> None:
+    """Wait among others for room, or until all is over.
+
+    Raises:
+        Exception: The error that there was when all was over.
+    """
+    future: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
+    waiters.append(future)
+    try:
+        error = await future
+    except asyncio.CancelledError:
+        if future.done() and not future.cancelled():
+            missed = future.result()
+            if missed is not None:
+                runner.queue.put_error(missed)
+            runner.pump()  # room that was given to this one goes to the next
+        raise
+    finally:
+        with suppress(ValueError):
+            waiters.remove(future)
+    if error is not None:
+        raise error
 
 
 async def _is_repaired(

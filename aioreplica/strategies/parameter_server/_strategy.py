@@ -286,7 +286,8 @@ class ParameterServerStrategy(Strategy):
 
         Args:
             resolver_or_client: The cluster, as in the constructor; None connects to the same
-                address again, or starts the processes of an own cluster anew.
+                address again, or starts the processes of an own cluster anew. A connection that
+                was not lost is kept, also for another client of its scheduler.
             security: As in the constructor, for another address.
             manager: The `CheckpointManager`, whose newest step is restored. Without it the
                 variables stay lost until they are restored or assigned, and iterators have ended.
@@ -318,9 +319,7 @@ class ParameterServerStrategy(Strategy):
         if servers.is_reopening or not servers.has_lost:
             why = "is being reopened" if servers.is_reopening else "has not lost its cluster"
             raise ContextError(f"{self!r} {why}, so it cannot be reopened. Nothing was changed.")
-        engine = servers.engine
-        if resolver_or_client is not None:
-            engine = _engine_of(resolver_or_client, engine.num_workers or 1, security)
+        engine = _next_engine(servers.engine, resolver_or_client, security)
         servers.is_reopening = True
         servers.give_up()  # before the first await: cancelled from here on, all is lost
         self._reopening = OwnedTask(self._begin_anew(engine, manager, state), "reopening")
@@ -374,6 +373,18 @@ def _engine_of(cluster: object, num_workers: int, security: object) -> ClosureEn
     if isinstance(cluster, ClosureEngine):
         return cluster
     return DaskClosureEngine(cluster, num_workers=num_workers, security=security)
+
+
+def _next_engine(engine: ClosureEngine, cluster: object, security: object) -> ClosureEngine:
+    """Return the engine of a cluster; the one before, if that has a connection to it already.
+
+    That connection knows what still runs on the workers, which another one could not ask.
+    """
+    if cluster is None or isinstance(cluster, ClosureEngine):
+        return engine if cluster is None else cluster
+    other = DaskClosureEngine(cluster, num_workers=engine.num_workers or 1, security=security)
+    is_there = isinstance(engine, DaskClosureEngine) and engine.is_connected_for(other)
+    return engine if is_there else other
 
 
 def check_count(name: str, value: Any, lowest: int) -> None:

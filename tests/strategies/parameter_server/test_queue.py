@@ -252,6 +252,18 @@ def test_what_still_runs_keeps_its_place_in_the_next_queue(loop: Any) -> None:
     assert c.made[1].began_s == 5.0
 
 
+def test_workers_of_another_cluster_have_no_place_in_the_next_queue(loop: Any) -> None:
+    old = Coordinator(loop, 2)
+    old.send()
+    old.queue.failed(1.0, ValueError("first"))
+    queue = ClosureQueue(8, None, "another")
+    queue.take_over(old.queue)
+    assert queue.with_workers() == []
+    assert (queue.num_gone, sorted(queue.last_gone)) == (2, [A, B])
+    queue.set_workers(2.0, {A: 1})
+    assert queue.num_gone == 2
+
+
 def test_an_error_of_one_alone_leaves_the_others(loop: Any) -> None:
     c = Coordinator(loop, 2)
     c.send()

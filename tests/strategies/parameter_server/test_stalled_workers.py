@@ -313,3 +313,61 @@ def test_one_that_hangs_when_its_strategy_is_reopened_costs_its_worker() -> None
             gates[0].set()
 
     art.run(main)
+
+
+async def end_at_gate_0() -> None:
+    """Wait for ever; once cancelled, end when gate 0 opens."""
+    began.append(0)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        await gates.setdefault(0, asyncio.Event()).wait()
+
+
+@pytest.mark.usefixtures("no_gates")
+def test_what_can_be_ended_is_when_its_strategy_is_reopened() -> None:
+    """It has no timeout, so it would have its worker for ever; it has it until it has ended."""
+
+    async def main() -> None:
+        async with opened(1) as (strategy, coordinator):
+            with strategy.scope():
+                counter = ar.Variable(0.0, name="counter")
+            await coordinator.schedule(end_at_gate_0, timeout_s=None)
+            await until(lambda: bool(began))
+            strategy.engine.lose_server(0)
+            await strategy.reopen()
+            await counter.assign(np.float64(0))
+            await coordinator.schedule(add_to, (counter, 1), timeout_s=1.0)
+            await until(lambda: 0 in gates)  # it has been cancelled
+            await asyncio.sleep(60.0)
+            assert began == [0]
+            gates[0].set()
+            await coordinator.join()
+            assert began == [0, 1]
+            assert [*strategy.engine.workers_now] == ["worker-0"]
+
+    art.run(main)
+
+
+@pytest.mark.usefixtures("no_gates")
+def test_what_runs_on_another_engine_has_no_place_in_the_new_one() -> None:
+    """Its worker has the name of a new one, which is idle."""
+
+    async def main() -> None:
+        async with opened(1) as (strategy, coordinator):
+            former = strategy.engine
+            async with ar.ParameterServerStrategy(former) as other:  # so it stays open
+                with other.scope():
+                    kept = ar.Variable(0.0, name="kept")
+                await kept.read()
+                await coordinator.schedule(ignore_all_until_gate_0, timeout_s=None)
+                await until(lambda: 0 in gates)
+                former.lose_server(0)
+                await strategy.reopen(LocalClosureEngine(1))
+                assert coordinator._runner.queue.with_workers() == []
+                remote = await coordinator.schedule(abs, (-1,), timeout_s=1.0)
+                assert await remote.fetch() == 1
+                assert former.workers_now == strategy.engine.workers_now
+                gates[0].set()
+
+    art.run(main)
