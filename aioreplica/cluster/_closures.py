@@ -142,8 +142,7 @@ class Submission(ABC):
             Stops waiting; the task goes on.
         """
 
-    @abstractmethod
-    def stop(self) -> None:
+    def stop(self) -> None:  # noqa: B027 - what runs on a thread or elsewhere has no such end
         """Have it end if it has begun and the engine can end it; `wait` ends when it has."""
 
     @abstractmethod

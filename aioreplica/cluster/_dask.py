@@ -420,9 +420,6 @@ class _DaskSubmission(Submission):
         if self.future.status == "error":
             raise _translated(await self.future.exception())
 
-    def stop(self) -> None:
-        """Leave it alone: nobody ends a thread."""
-
     async def result(self) -> Any:
         distributed = load_dask()
         try:
