@@ -58,6 +58,11 @@ class EventLog:
         self._ring: Ring[Event] = Ring(capacity)
         self._observers = observers
 
+    @property
+    def is_observed(self) -> bool:
+        """True if an observer is told of events."""
+        return self._observers is not None and self._observers.event_added is not None
+
     def add(
         self,
         kind: str,

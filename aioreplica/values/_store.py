@@ -136,6 +136,11 @@ class VariableStore:
         self._lock = threading.Lock()
         self._waiters: dict[_Waiter, None] = {}  # a set in order
 
+    @property
+    def is_observed(self) -> bool:
+        """True if an observer is told of writes."""
+        return self._observers.write_published is not None
+
     def write(
         self,
         changes: Mapping[V, Components],

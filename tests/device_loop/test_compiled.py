@@ -1,7 +1,8 @@
 """Compiled steps: the same function gives the same numbers, and publishes whole steps only."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from threading import Lock
 from typing import Any
 from unittest import mock
 
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
+from aioreplica.context import REGISTRY
 from aioreplica.errors import ContextError, NonFiniteError
+from tests.conftest import mirrored
 
 jax = pytest.importorskip("jax")
 
-from aioreplica.device_loop._compiled import CompiledSteps  # noqa: E402
-from aioreplica.device_loop._compiled._program import Trial  # noqa: E402
+from aioreplica.device_loop._compiled import CompiledSteps, _loop  # noqa: E402
+from aioreplica.device_loop._compiled._program import StepProgram, Trial  # noqa: E402
 from tests.device_loop.compiled_steps import adam, elements, ended, model  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio, pytest.mark.slow]
@@ -40,16 +43,32 @@ async def test_a_scan_and_single_calls_have_the_same_bits(pair: ar.Strategy, cou
         assert other[1:] == found[0][1:]
 
 
-async def test_any_split_into_calls_has_the_same_bits(pair: ar.Strategy) -> None:
-    whole = await ended(pair, 12, compile="jax")
-    w, optimizer, step = model(pair, adam)
-    iterator = iter(elements(pair, 12))
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        adam,
+        lambda: ar.optimizers.Adam(0.05, on_non_finite="skip"),
+        lambda: ar.optimizers.Adam(0.05, on_non_finite="skip", global_clipnorm=1.0),
+        lambda: ar.optimizers.SGD(0.05, momentum=0.9, on_non_finite="skip"),
+    ],
+    ids=["adam", "skip", "clip and skip", "momentum and skip"],
+)
+async def test_any_split_into_calls_has_the_same_bits(
+    num_replicas: int, optimizer: Callable[[], ar.optimizers.Optimizer]
+) -> None:
+    found = set()
+    async with mirrored(num_replicas) as strategy:
+        for scans, counts in ((True, [32]), (True, [5, 1, 26]), (False, [16, 16])):
+            w, made, step = model(strategy, optimizer)
+            iterator = iter(elements(strategy, 32))
+            with mock.patch.object(Trial, "prefers_scan", return_value=scans):
+                for count in counts:
+                    await strategy.run_steps(step, iterator, count, compile="jax")
+            found.add(w.value.tobytes())
+            assert (w.version, int(made.iterations.value)) == (32, 32)
 
-    for count in (5, 1, 6):
-        await pair.run_steps(step, iterator, count, compile="jax")
-
-    np.testing.assert_array_equal(w.value, whole[0])
-    assert (w.version, int(optimizer.iterations.value)) == (12, 12)
+    assert len(found) == 1
 
 
 async def test_eager_and_compiled_calls_mix(pair: ar.Strategy) -> None:
@@ -200,3 +219,177 @@ async def test_a_write_between_two_publications_ends_the_run(pair: ar.Strategy) 
     assert (seen, int(made.iterations.value)) == ([2, 4, 5], 4)
     left = await pair.run_steps(lambda ctx, x, y: None, iterator, 12)
     assert left.steps_run == 8
+
+
+# --- publication of a chunk while the next one runs -----------------------------------------------
+
+
+def lock_of_programs() -> Lock:
+    """The one that a program holds while it runs."""
+    return REGISTRY.once("compiled_execution", Lock)
+
+
+async def run_noted(strategy: ar.Strategy, note: Callable[[str, ar.Variable], None]) -> None:
+    """Run four chunks of two steps as scans; note when each begins and is waited for."""
+    w, _, step = model(strategy, adam)
+    wait, compiled = jax.block_until_ready, StepProgram.compiled
+
+    def find(*args: Any, **options: Any) -> Any:
+        program = compiled(*args, **options)
+
+        def call(*inputs: object) -> Any:
+            note("begins", w)
+            return program(*inputs)
+
+        return call
+
+    def waited(arrays: Any) -> Any:
+        note("is waited for", w)
+        return wait(arrays)
+
+    with (
+        mock.patch.object(Trial, "prefers_scan", return_value=True),
+        mock.patch.object(StepProgram, "compiled", find),
+        mock.patch.object(jax, "block_until_ready", waited),
+    ):
+        await strategy.run_steps(step, iter(elements(strategy, 8)), 8, compile="jax", every=2)
+    assert w.version == 8
+
+
+async def test_a_chunk_is_published_while_the_next_one_runs(pair: ar.Strategy) -> None:
+    seen = []
+
+    await run_noted(pair, lambda what, w: seen.append((what, w.version)))
+
+    assert seen == [
+        ("begins", 0), ("is waited for", 0), ("begins", 0), ("is waited for", 2),
+        ("begins", 2), ("is waited for", 4), ("begins", 4), ("is waited for", 6),
+    ]  # fmt: skip
+
+
+async def test_a_chunk_is_published_before_the_next_waits_for_another_program(
+    pair: ar.Strategy,
+) -> None:
+    w, _, step = model(pair, adam)
+    lock, hold, turns, seen = lock_of_programs(), _loop.only_one, [], []
+
+    def only_one(*args: Any) -> Any:
+        turns.append(w.version)
+        if len(turns) > 1:
+            lock.acquire()  # the program of another strategy was faster
+        return hold(*args)
+
+    def waits(wait: Any) -> None:
+        if wait.describe() == "another compiled program":
+            seen.append(w.version)
+            lock.release()
+
+    remove = pair.observers.add(ar.telemetry.Observer(wait_began=waits))
+    with (
+        mock.patch.object(Trial, "prefers_scan", return_value=True),
+        mock.patch.object(_loop, "only_one", only_one),
+    ):
+        await pair.run_steps(step, iter(elements(pair, 6)), 6, compile="jax", every=2)
+    remove()
+
+    assert (turns, seen, w.version) == ([0, 0, 2], [2, 4], 6)
+
+
+@pytest.mark.parametrize("kind", ["write_published", "event_added"])
+async def test_observers_of_chunks_are_told_while_no_program_runs(
+    pair: ar.Strategy, kind: str
+) -> None:
+    """They may wait for another one."""
+    _, optimizer, _ = model(pair, adam)
+    with pair.scope():
+        w = ar.Variable(np.zeros(3, np.float32))
+    held = []
+
+    def step(ctx: ar.MultiStepContext, x: Any, y: Any) -> None:
+        ctx.record("x", x[0, 0])
+        optimizer.blocking.apply_gradients([(x[0], w)])
+
+    remove = pair.observers.add(
+        ar.telemetry.Observer(**{kind: lambda _: held.append(lock_of_programs().locked())})
+    )
+    with mock.patch.object(Trial, "prefers_scan", return_value=True):
+        await pair.run_steps(step, iter(elements(pair, 8)), 8, compile="jax", every=2)
+    remove()
+
+    assert len(held) >= 4  # of the chunks; the run has events, too
+    assert not any(held)
+
+
+async def test_an_observer_that_comes_while_a_program_runs_is_told_behind_it(
+    pair: ar.Strategy,
+) -> None:
+    seen, removes = [], []
+
+    def note(what: str, w: ar.Variable) -> None:
+        if len(removes) == 0 and what == "is waited for":
+            removes.append(lambda: None)  # the first chunk is over
+        elif len(removes) == 1:
+            observer = ar.telemetry.Observer(
+                write_published=lambda _: seen.append((w.version, lock_of_programs().locked()))
+            )
+            removes.append(pair.observers.add(observer))
+
+    await run_noted(pair, note)
+    for remove in removes:
+        remove()
+
+    assert seen == [(2, False), (4, False), (6, False), (8, False)]
+
+
+async def test_a_learning_rate_of_an_observer_counts_from_the_next_step() -> None:
+    found = []
+    async with mirrored(1) as strategy:
+        for waits in (False, True):
+            w, optimizer, step = model(strategy, lambda: ar.optimizers.SGD(0.1))
+
+            def halve(_: int, optimizer: Any = optimizer) -> None:
+                optimizer.learning_rate = optimizer.learning_rate * 0.5
+
+            async def one_by_one(w: Any = w) -> AsyncIterator[Any]:
+                for number, element in enumerate(elements(strategy, 8)):
+                    await w.store.wait_for(w, number // 2 * 2)  # those before are published
+                    yield element
+
+            source = one_by_one() if waits else iter(elements(strategy, 8))
+            remove = strategy.observers.add(ar.telemetry.Observer(write_published=halve))
+            await strategy.run_steps(step, source, 8, compile="jax", every=2)
+            remove()
+            found.append(w.value)
+
+    np.testing.assert_array_equal(*found)
+
+
+class Limited(ar.optimizers.Adam):  # type: ignore[misc]  # a user's, though it is final
+    """Has numbers for four updates."""
+
+    def prepare(self, learning_rate: float, iteration: int) -> Any:
+        return super().prepare(dict.fromkeys(range(4), learning_rate)[iteration], iteration)
+
+
+@pytest.mark.parametrize("fails", ["prepare", "inputs"])
+async def test_a_chunk_is_published_though_the_next_one_cannot_be_made_meanwhile(
+    pair: ar.Strategy, fails: str
+) -> None:
+    w, _, step = model(pair, lambda: Limited(0.05) if fails == "prepare" else adam())
+    iterator, make = iter(elements(pair, 8)), StepProgram.inputs
+
+    def inputs(self: StepProgram, arrays: Any, size: int, begins: Any, seed: int) -> Any:
+        if fails == "inputs" and begins[1] == 4:
+            raise KeyError(begins)
+        return make(self, arrays, size, begins, seed)
+
+    with (
+        mock.patch.object(Trial, "prefers_scan", return_value=True),
+        mock.patch.object(StepProgram, "inputs", inputs),
+        pytest.raises(KeyError),
+    ):
+        await pair.run_steps(step, iterator, 8, compile="jax", every=2)
+
+    assert w.version == 4
+    left = await pair.run_steps(lambda ctx, x, y: None, iterator, 8)
+    assert left.steps_run == 4

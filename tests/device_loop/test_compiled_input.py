@@ -111,8 +111,8 @@ async def test_an_abort_while_elements_are_read_ahead_waits_for_the_program(
     wait, hold = jax.block_until_ready, _loop.only_one
 
     @contextmanager
-    def only_one(blocking: Any) -> Iterator[None]:
-        with hold(blocking):
+    def only_one(*args: Any) -> Iterator[None]:
+        with hold(*args):
             try:
                 yield
             finally:
@@ -313,9 +313,9 @@ async def test_a_cancelled_call_gives_back_what_was_read_from_memory(pair: ar.St
     waits = asyncio.Event()
     loop, hold = asyncio.get_running_loop(), _loop.only_one
 
-    def only_one(blocking: Any) -> Any:
+    def only_one(*args: Any) -> Any:
         loop.call_soon_threadsafe(waits.set)
-        return hold(blocking)
+        return hold(*args)
 
     with REGISTRY.once("compiled_execution", Lock), mock.patch.object(_loop, "only_one", only_one):
         run = asyncio.create_task(pair.run_steps(step, iterator, 90, compile="jax", every=32))

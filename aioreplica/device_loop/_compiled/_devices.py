@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any, final
@@ -101,16 +101,24 @@ class Gang:
 
 
 @contextmanager
-def only_one(blocking: BlockingContext) -> Iterator[None]:
+def only_one(
+    blocking: BlockingContext, before_wait: Callable[[], None] | None = None
+) -> Iterator[None]:
     """Run what is in the `with` block while no other compiled program of the process runs.
 
     Several that wait for each other's devices inside XLA would end the process.
+
+    Args:
+        blocking: Shows that the thread waits.
+        before_wait: Called first if it has to wait for its turn.
 
     Cancellation:
         CancelledError once the run is aborted, while it waits for its turn.
     """
     lock = REGISTRY.once("compiled_execution", Lock)
     if not lock.acquire(blocking=False):
+        if before_wait is not None:
+            before_wait()
         with blocking.waiting("another compiled program"):
             while not lock.acquire(timeout=LOOK_S):
                 blocking.check_running()

@@ -8,7 +8,8 @@ steps, and elements of steps that were not published go back to their iterator.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from time import perf_counter
 from typing import Any, final
 
@@ -162,8 +163,8 @@ class CompiledLoop:
             self._spare = chunk  # its program has ended
             blocking.step_ended(self._done - before)  # a stall is noticed by steps that are not
             self._is_due = self._done - self._published >= self._every
-            if ahead is None or ahead.num_steps < self._num_wanted():  # else while that one runs
-                self._publish_due()
+            if ahead is None or ahead.num_steps < self._num_wanted() or self._is_observed():
+                self._publish_due()  # else while that one runs
             ahead = self._taken(blocking, ahead, waits=True)
         if self._done > self._published:  # the last ones, or the iterator was exhausted or failed
             self._publish()
@@ -277,18 +278,19 @@ class CompiledLoop:
         """Call the program in the faster way, and read ahead meanwhile."""
         trial = self._programs.trial(program, chunk.size)
         scans = chunk.num_steps == chunk.size and chunk.size > 1 and trial.prefers_scan()
-        begun_ahead: Chunk | None = None
         if scans:
             scan = program.compiled("scan", chunk.size, (self._carry, *args, np.int32(0)))
-            with only_one(replica.blocking):
+            with only_one(replica.blocking, self._publish_due):
                 begin = perf_counter()
                 carry, codes, records = scan(self._carry, *args, np.int32(0))
                 try:
-                    self._publish_due()
+                    if not self._is_observed():  # an observer may wait for another program
+                        self._publish_due()
                     begun_ahead = self._ahead(replica, program, chunk)
                 finally:  # an abort is seen there, too: nothing runs behind this block
                     jax.block_until_ready((carry, codes, records))
                 seconds = perf_counter() - begin
+            self._publish_due()  # an observer came meanwhile
             trial.add("scan", seconds)
             self._carry = carry
             return of_first(codes), [of_each(each)[0] for each in records], begun_ahead
@@ -338,8 +340,10 @@ class CompiledLoop:
         try:
             found = self._taken(replica.blocking, None, waits=False)
             if found is not None and found.num_steps == self._num_wanted():
-                found.inputs = self._inputs(program, found)
-                program.expect(found.size, updates)
+                with suppress(Exception):  # raised when they are wanted, behind these steps
+                    inputs = self._inputs(program, found)
+                    program.expect(found.size, updates)
+                    found.inputs = inputs
             return found
         finally:
             self._done -= chunk.num_steps
@@ -358,6 +362,11 @@ class CompiledLoop:
         raise error
 
     # ---- publication ---------------------------------------------------------------------
+
+    def _is_observed(self) -> bool:
+        """Tell whether an observer waits for what is due: it may set what the next steps use."""
+        of_events = bool(self._records) and self._events.is_observed
+        return self._is_due and (of_events or any(v.store.is_observed for v in self._bases))
 
     def _publish_due(self) -> None:
         """Publish the steps behind which it is time, if that was left for later."""
@@ -396,10 +405,7 @@ class CompiledLoop:
             if sources is None:
                 continue
             array, size = self._carry[0][i], len(self._bases[variable])
-            if program.is_mirrored[i]:
-                parts = [of_first(array)] * size
-            else:
-                parts = of_each(array)
+            parts = [of_first(array)] * size if program.is_mirrored[i] else of_each(array)
             made = {id(part): _published(part, variable) for part in parts}
             changes[variable] = tuple(made[id(part)] for part in parts)
             counts[variable] = 0
@@ -420,13 +426,7 @@ class CompiledLoop:
             own = {v: parts for v, parts in changes.items() if v.store is store}
             is_done = is_done and bool(store.write(own, self._bases, counts=counts))
         if not is_done:
-            names = [v.name for v in changes if v.components is not self._bases[v]]
-            raise ContextError(
-                f"Variable {', '.join(names) or 'of the step'} was written by something else while "
-                f"{num_steps} compiled steps ran, which began with its old value. These steps were "
-                "not published, and their elements went back to the iterator. Write variables "
-                "between calls of run_steps, or in the step."
-            )
+            raise _interference(changes, self._bases, num_steps)
         self._bases.update(changes)  # and not what they hold now: who wrote since is seen
         self._programs.keep(program, self._bases, self._carry[0])
         self._counts = dict.fromkeys(self._counts, 0)
@@ -451,6 +451,19 @@ def _failure(program: StepProgram, code: int, number: int) -> Exception:
         variable=name,
         replica_id=None,
         index=(),
+    )
+
+
+def _interference(
+    changes: Iterable[Variable], bases: Mapping[Variable, tuple[Array, ...]], num_steps: int
+) -> ContextError:
+    """Return the error of steps that cannot be published any more."""
+    names = [v.name for v in changes if v.components is not bases[v]]
+    return ContextError(
+        f"Variable {', '.join(names) or 'of the step'} was written by something else while "
+        f"{num_steps} compiled steps ran, which began with its old value. These steps were not "
+        "published, and their elements went back to the iterator. Write variables between calls of "
+        "run_steps, or in the step."
     )
 
 

@@ -391,11 +391,11 @@ def _table_key(num_steps: int, bases: Mapping[Optimizer, int]) -> tuple[object, 
     """Return what a table follows from; None if there is code of a user behind it."""
     key: list[object] = [num_steps]
     for optimizer, base in bases.items():
-        settings, kernel = optimizer.settings, getattr(optimizer, "kernel", None)
-        if type(settings.learning_rate) is not float or kernel is None:
+        settings = optimizer.settings
+        if type(settings.learning_rate) is not float or settings.multiplier_of is not None:
             return None
-        if settings.multiplier_of is not None:
-            return None
+        if type(optimizer).__module__ != Optimizer.__module__ or "prepare" in vars(optimizer):
+            return None  # it may be another one than the library's
         key += (base, settings.learning_rate)
     return tuple(key)
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax import lax
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from ...context import PLACE
@@ -335,10 +336,9 @@ def apply_traced(
     if looks:
         doubts = [jnp.isfinite(v).all() for v in changed.values() if is_floating(v.dtype)]
         after = jnp.stack([*finite, *doubts]).all()
-    count = {settings.iterations: trace.read(settings.iterations) + 1}
+    changed[settings.iterations] = trace.read(settings.iterations) + 1
     if global_step is not None:
-        count[global_step] = trace.read(global_step) + 1
-    changed.update(count)
+        changed[global_step] = trace.read(global_step) + 1
     if no_weight:
         trace.fail(jnp.where(jnp.stack(no_weight).any(), NO_WEIGHT * MAX_VARIABLES, 0))
     if not skips:
@@ -530,7 +530,6 @@ def _apply_rule(
     changed: dict[Variable, Traced],
 ) -> None:
     slots = optimizer.settings.slots
-    names = optimizer.slot_names
     rows = trace.row(optimizer, variables)
     for variable, gradient, prepared in zip(variables, gradients, rows, strict=True):
         own = slots.made.get(variable)
@@ -545,9 +544,9 @@ def _apply_rule(
             optimizer.update_block(prepared, block)  # type: ignore[attr-defined]
             results: list[Any] = list(new)
         else:
-            of_slots: object = dict(zip(names, old[1:], strict=True))
+            of_slots: object = dict(zip(optimizer.slot_names, old[1:], strict=True))
             value, found = optimizer.update(prepared, old[0], Buffer(gradient), of_slots)  # type: ignore[arg-type]
-            results = [value, *(found[name] for name in names)]
+            results = [value, *(found[name] for name in optimizer.slot_names)]
         if variable.constraint is not None:
             results[0] = variable.constraint(results[0])
         for each, before, after in zip(group, old, results, strict=True):
@@ -567,8 +566,12 @@ def _write_unless_skipped(
     assert settings.skipped is not None  # it skips
     assert of_finite is not None  # and looks
     assert after is not None
-    for variable, value in changed.items():
-        trace.write(variable, jnp.where(after, value, trace.read(variable)), optimizer)
+    old = [trace.read(variable) for variable in changed]
+    new = [value.astype(o.dtype) for value, o in zip(changed.values(), old, strict=True)]
+    # jnp.where would be one loop with what it chooses from; scan and single step round it otherwise
+    chosen = lax.cond(after, lambda new, old: new, lambda new, old: old, new, old)
+    for variable, value in zip(changed, chosen, strict=True):
+        trace.write(variable, value, optimizer)
     skipped = trace.read(settings.skipped)
     trace.write(settings.skipped, skipped + jnp.where(after, 0, 1).astype(skipped.dtype), optimizer)
     scaling = settings.loss_scaling
