@@ -254,13 +254,19 @@ class StepProgram:
             def step(carry: Tree, inputs: Tree) -> Tree:
                 return self._step(carry, inputs, list(bases), columns, first, looks)
 
-            if how == "scan":
-                (new, left), (codes, records) = lax.scan(step, begun, inputs)
-            else:
+            def turn(at: Traced, carry: Tree) -> Tree:
                 one = jax.tree.map(
                     lambda a: lax.dynamic_index_in_dim(a, at, keepdims=False), inputs
                 )
-                (new, left), (codes, records) = step(begun, one)
+                return step(carry[0], one)
+
+            if how == "scan":
+                (new, left), (codes, records) = lax.scan(step, begun, inputs)
+            else:
+                # XLA may round a step alone and one in a loop differently (jax 0.7.0 does where
+                # on_non_finite="skip"): this is a loop, too, of a length that it does not know.
+                reported = (jnp.int32(0), [jnp.float32(0)] * len(self.records))
+                (new, left), (codes, records) = lax.fori_loop(at, at + 1, turn, (begun, reported))
             new = [a if m else a[None] for a, m in zip(new, mirrored, strict=True)]
             return (new, [a[None] for a in left]), codes, [a[None] for a in records]
 
