@@ -6,6 +6,7 @@ this interpreter) and torch.distributed with Gloo. Floor and ours take turns in 
 Then two workers train a classifier of digits, one replica each, beside one worker of two replicas
 and beside torch's DistributedDataParallel over Gloo: one process after the other, in turns. So does
 a loop of torch that `ar.prepare` has made ready, on one worker of two replicas and on two workers.
+At last a network of 20 layers in torch, in turns in the same processes, beside DDP.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ HANDLES = Target("ratio", 3.0)
 SMALL_US = Target("difference", 80.0)
 CPU_S = Target("ours", 0.15)
 LAG_MS = Target("ours", 10.0)
+DEEP = Target("ratio", 1.0)
 LIMIT_S = 600.0
+LOSS_ERROR = 1e-5
 NAMES = {"mpi": "MPI", "torch": "Gloo"}
 
 
@@ -51,6 +54,8 @@ def main(arguments: Sequence[str]) -> None:
         for engine in engines:
             rows += rows_of(engine, loop, _launch(engine, loop, 2 if options.is_quick else 15))
     rows += training_rows(engines, 1 if options.is_quick else 5)
+    if "torch" in engines:
+        rows += deep_rows(1 if options.is_quick else 15)
     print(format_table(rows))
     print(summarise(rows))
     write_json(options.output, "workers", rows, is_quick=options.is_quick)
@@ -126,6 +131,24 @@ def training_rows(engines: Sequence[str], num_turns: int) -> list[Row]:
                 )
             )  # fmt: skip
     return rows
+
+
+def deep_rows(num_rounds: int) -> list[Row]:
+    """Train the network of 20 layers; the losses of all ways have to be the same."""
+    told = run_workers("torch", ["benchmarks._worker_deep", str(num_rounds)])
+    times, losses = told["times"], told["losses"]
+    words = {"prepare": "prepare", "module": "torch_module"}
+    for way, name in words.items():
+        error = max(abs(a - b) for a, b in zip(losses[way], losses["ddp"], strict=True))
+        if error > LOSS_ERROR:
+            sys.exit(f"{name}: a loss of 20 layers differs from that of DDP by {error}.")
+    return [
+        compared_row(
+            f"{name}, 20 layers, a step", "asyncio", NUM_WORKERS, "ms", ours=times[way],
+            against="torch DDP, Gloo", floor=times["ddp"], target=DEEP,
+        )
+        for way, name in words.items()
+    ]  # fmt: skip
 
 
 def _launch(engine: str, loop: str, num_rounds: int) -> dict[str, Any]:
