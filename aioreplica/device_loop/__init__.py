@@ -10,6 +10,7 @@ from ._outside import current_cluster as current_cluster
 from ._outside import outside_compilation as outside_compilation
 from ._program import MultiStepContext as MultiStepContext
 from ._program import combine_outputs as combine_outputs
+from ._program import require_equal_outputs as require_equal_outputs
 from ._program import run_loop as run_loop
 from ._static_shapes import StaticShapes as StaticShapes
 from ._topology import DeviceAssignment as DeviceAssignment

@@ -207,7 +207,7 @@ class Feeder(ABC):
         """Let the loop end after the elements that are there."""
         self.error = error
         if self._infeed.num_put < self._num_wanted:
-            self._infeed.end()
+            self._infeed.end(has_failed=error is not None)
 
     def _take_complete(self) -> list[Reading]:
         """Remove from the unfinished elements those whose steps are not repeated."""
@@ -216,9 +216,17 @@ class Feeder(ABC):
         self._num_complete = num_complete
         return [self._unfinished.popleft() for _ in range(count)]
 
-    def _was_told(self, reading: Reading) -> bool:
-        """Return True if the call itself tells its caller: an end, or what the iterator raises."""
-        return reading is Mark.END or (type(reading) is Raised and reading.error is self.error)
+    def _take_told(self, unfinished: deque[Reading]) -> Reading | None:
+        """Remove what the call itself tells its caller: an end, or what the iterator raises.
+
+        What it raises behind steps that were not run is told by the call that comes to it.
+        """
+        first = unfinished[0] if unfinished else None
+        if first is Mark.END or (type(first) is Raised and first.error is self.error):
+            return unfinished.popleft()
+        if self._num_complete < self._infeed.num_put:  # other workers have no more elements
+            self.error = None
+        return None
 
 
 @final
@@ -290,7 +298,7 @@ class ThreadFeeder(Feeder):
         with self._lock:
             self._take_complete()
             rest = self._unfinished
-            told = rest.popleft() if rest and self._was_told(rest[0]) else None
+            told = self._take_told(rest)
             self._unrun.extendleft(reversed(rest))
             self._unfinished = self._unrun  # of an element that comes later
         if told is Mark.END and self._iterators is not None:
@@ -407,9 +415,7 @@ class TaskFeeder(Feeder):
         with self._lock:
             self._report()
             rest, self._unfinished = self._unfinished, deque()
-            told = rest[0] if rest and self._was_told(rest[0]) else None
-            if told is not None:
-                rest.popleft()
+            told = self._take_told(rest)
             if self._batches is None:
                 self._unrun.extendleft(reversed(rest))
                 if self._iterators is not None and not self._unrun:  # it has no thread to keep

@@ -61,6 +61,7 @@ class Infeed:
         self._wake_feeder: Callable[[], None] | None = None
         self.capacity = 2
         self.num_put = 0
+        self.has_failed = False
         self.is_aborted = False
 
     # ---- the feeder's side ---------------------------------------------------------------
@@ -79,15 +80,21 @@ class Infeed:
                 queue.put(*[parts[replica_id] for parts in elements])
         self.num_put += len(elements)
 
-    def end(self) -> None:
-        """Say that nothing comes behind the elements that are there."""
+    def end(self, *, has_failed: bool = False) -> None:
+        """Say that nothing comes behind the elements that are there, or could not be read."""
+        self.has_failed = has_failed  # before the marks: who takes one sees this
         for _, queue in self._in_order:
             queue.put(Mark.END)
 
     @property
+    def num_waiting(self) -> int:
+        """Number of elements that some device has not taken."""
+        return self.num_put - min(self._taken)
+
+    @property
     def room(self) -> int:
         """Number of elements that may be put now."""
-        return self.capacity - self.num_put + min(self._taken)
+        return self.capacity - self.num_waiting
 
     @property
     def has_room(self) -> bool:
@@ -115,6 +122,19 @@ class Infeed:
     def is_empty(self, replica_id: int) -> bool:
         """Tell whether a device would have to wait."""
         return self._queues[replica_id].is_empty
+
+    def num_ready(self, replica_id: int) -> int:
+        """Wait for the inputs of a replica's next step; return how many are there, 0 at the end.
+
+        Cancellation:
+            A CancelledError once the infeed is aborted, or the event loop closed.
+        """
+        queue = self._queues[replica_id]
+        queue.wait_for(1)
+        count = queue.num_ready
+        if self.is_aborted:
+            raise asyncio.CancelledError
+        return count
 
     def wait_for(self, count: int) -> None:
         """Wait until so many elements are there for all devices, or as many as fit, or an end.
@@ -182,8 +202,8 @@ class Infeed:
             wake()
 
     def __repr__(self) -> str:
-        waiting = self.num_put - min(self._taken)
-        return f"<Infeed of {len(self._queues)} | {self.num_put} put, {waiting} waiting>"
+        counts = f"{self.num_put} put, {self.num_waiting} waiting"
+        return f"<Infeed of {len(self._queues)} | {counts}>"
 
 
 @final
@@ -216,6 +236,13 @@ class DeviceQueue:
     def num_items(self) -> int:
         """Number of items that are there, marks included."""
         return len(self._items)
+
+    @property
+    def num_ready(self) -> int:
+        """Number of items in front of a mark, where something is there."""
+        items = self._items
+        count = len(items)
+        return count - (type(items[count - 1]) is Mark)  # what comes meanwhile is behind it
 
     def put(self, *items: object) -> None:
         """Enqueue something, from any thread."""

@@ -13,7 +13,7 @@ from ..collectives import require_reducible
 from ..context import LOOP, LoopStep
 from ..devices import follow_others
 from ..errors import ContextError, MergeMismatchError, ReplicaRow
-from ..replica import RunningReplica, add_note_once
+from ..replica import INFEED, CallSite, RunningReplica, add_note_once
 from ..telemetry import EventLog, source_line
 from ..tree import Tree, leaves
 from ..typing import OpName, ReduceOp
@@ -28,8 +28,14 @@ def run_loop(
     loop_step: LoopStep,
     infeed: Infeed,
     num_steps: int,
+    *,
+    meets_workers: bool = False,
 ) -> MultiStepContext:
     """Run up to `num_steps` steps of one replica on the calling device thread.
+
+    How many elements there are differs between workers. So their replicas agree on the number of
+    steps that all have inputs for, and on the next when those are done: no collective of a step
+    comes between, and they stop at one step.
 
     Raises:
         TypeError: If the step function gives a coroutine or a generator: none of it has run.
@@ -38,10 +44,15 @@ def run_loop(
     Cancellation:
         Looked for between steps, in every collective, and while the infeed is empty.
     """
-    replica_id = replica.replica_id_in_sync_group
+    replica_id = replica.local_replica_id
     blocking = replica.blocking
     LOOP.set(loop_step)  # in the context variables of this op
+    num_agreed = 0 if meets_workers else num_steps
     for step in range(num_steps):
+        if step == num_agreed:
+            num_agreed += _agree(replica, infeed, step, num_steps)
+            if step == num_agreed:
+                break
         if infeed.is_empty(replica_id):
             with blocking.waiting(f"the infeed for step {step}"):
                 inputs = infeed.take(replica_id)
@@ -64,6 +75,18 @@ def run_loop(
         loop_step.ended()
         blocking.step_ended()
     return context
+
+
+def _agree(replica: RunningReplica, infeed: Infeed, step: int, num_steps: int) -> int:
+    """Return for how many more steps all workers have elements; 0 if one of them has no more."""
+    blocking = replica.blocking
+    with blocking.waiting(f"the infeed for step {step}"):
+        num_ready = infeed.num_ready(replica.local_replica_id)
+    if not num_ready and infeed.has_failed:
+        return 0  # run_steps raises why, which tells the other workers: they wait in this meeting
+    site = CallSite.of(sys._getframe())
+    agreed: int = blocking.meet(INFEED, f"of {num_steps} steps", (num_ready,), site)
+    return agreed
 
 
 def _refused(result: object) -> str:
@@ -89,7 +112,7 @@ class MultiStepContext:
         non_tensor_outputs: Those set so far.
         steps_run: How many steps are complete.
         events: Where `record` goes; None outside a loop.
-        replica_id: Whose it is; None for that of all replicas.
+        replica_id: Whose it is, among those of all workers; None for that of all replicas.
         first_step: Number of the loop's first step in its strategy, for events.
 
     Attributes:
@@ -239,29 +262,24 @@ class MultiStepContext:
 async def combine_outputs(
     contexts: Sequence[MultiStepContext],
     device_names: Sequence[str],
-    step: int,
     reduce: Reduce,
     *,
     has_plain_values: bool,
 ) -> MultiStepContext:
-    """Return one context for all replicas.
+    """Return one context for all replicas, which have set the same outputs.
 
     Args:
         contexts: One per replica.
         device_names: One per replica.
-        step: Number of the loop's first step, for errors.
         reduce: Combines a distributed value, as `strategy.reduce` does.
         has_plain_values: Whether values stay plain (the default strategy).
 
     Raises:
-        MergeMismatchError: If an output was set on some replicas only, or is to be reduced in
-            different ways.
         ValueError: If shapes of what is to be reduced differ.
     """
     first = contexts[0]
-    _require_equal_names(contexts, device_names, step)
-    outputs: dict[str, object] = {}
-    for name in first.last_step_outputs:
+    outputs: dict[str, object] = dict.fromkeys(first.last_step_outputs)
+    for name in sorted(outputs):  # as on all workers
         values = [context.last_step_outputs[name] for context in contexts]
         value = values[0] if has_plain_values else regroup_results(values, device_names)
         op = first.reduce_op(name)
@@ -279,9 +297,20 @@ async def combine_outputs(
     return MultiStepContext(outputs, others, first.steps_run)
 
 
-def _require_equal_names(
+def require_equal_outputs(
     contexts: Sequence[MultiStepContext], device_names: Sequence[str], step: int
-) -> None:
+) -> str:
+    """Check that all replicas have set the same outputs; return them, described for other workers.
+
+    Args:
+        contexts: One per replica.
+        device_names: One per replica.
+        step: Number of the loop's first step, for errors.
+
+    Raises:
+        MergeMismatchError: If an output was set on some replicas only, or is to be reduced in
+            different ways.
+    """
     everything = [_described(context) for context in contexts]
     for described in everything[1:]:
         differing = described.keys() ^ everything[0].keys() or {
@@ -289,6 +318,7 @@ def _require_equal_names(
         }
         if differing:
             raise _outputs_error(min(differing), everything, contexts, device_names, step)
+    return "; ".join(f"{name!r} {how}" for name, how in sorted(everything[0].items()))
 
 
 def _described(context: MultiStepContext) -> dict[str, str]:
@@ -310,11 +340,12 @@ def _outputs_error(
     step: int,
 ) -> MergeMismatchError:
     rows = tuple(
-        ReplicaRow(i, device, "returned", described.get(name, "did not set it"), context.site(name))
-        for i, (device, described, context) in enumerate(
-            zip(device_names, everything, contexts, strict=True)
+        ReplicaRow(
+            context._replica_id or 0, device, "returned", described.get(name, "did not set it"),
+            context.site(name),
         )
-    )
+        for device, described, context in zip(device_names, everything, contexts, strict=True)
+    )  # fmt: skip
     reason = f"Output {name!r} of a device loop was not set alike on all replicas"
     table = "\n".join(
         f"  replica {row.replica_id} ({row.device}): {row.collective} at {row.site}" for row in rows

@@ -373,7 +373,7 @@ class DistributedIterator:
                 break
             # A save or restore between steps must not find a batch that no step has seen behind
             # the place. What was put back is the next batch, unless the epoch is left meanwhile.
-            epoch.put_back((item,), None)
+            epoch.put_back((item,), None, num_agreed=1)
             await gate.loop_opened(epoch.name)
         self._dataset.delivered(epoch, item)
         if item is None:
@@ -388,12 +388,14 @@ class DistributedIterator:
     async def read(self) -> Item | None:
         """Return the next batch, None at the end; `delivered` has to follow, or `put_back`.
 
+        Other workers are not asked whether they have one: who calls this agrees with them.
+
         Raises:
             Exception: As `anext` does.
         """
         epoch = self._epoch or await self._begin()
         try:
-            return await epoch.next()
+            return await epoch.next(asks=False)
         finally:
             if epoch.is_over:
                 self._dataset.ended(epoch)
@@ -401,7 +403,22 @@ class DistributedIterator:
     def delivered(self, item: Item | None) -> None:
         """Let a state say that a batch that was read, or the end, is behind it."""
         if self._epoch is not None:
+            self._epoch.was_read()
             self._dataset.delivered(self._epoch, item)
+
+    async def end(self) -> None:
+        """End the epoch, because there is a worker that has no batch left.
+
+        Raises:
+            Exception: What closing the source raised.
+
+        Cancellation:
+            Raised again once the source is closed.
+        """
+        if self._epoch is not None:
+            self._epoch.is_exhausted = True
+            self._dataset.delivered(self._epoch, None)
+            await self.aclose()
 
     def put_back(self, items: Sequence[Item], error: BaseException | None) -> None:
         """Give batches again that were read but not delivered, and then the error.

@@ -97,8 +97,11 @@ class Epoch:
         """True if it is being closed in the background."""
         return self._closing is not None and not self._closing.is_done
 
-    async def next(self) -> Item | None:
+    async def next(self, *, asks: bool = True) -> Item | None:
         """Return the next batch, or None at the end; then the source is closed.
+
+        Args:
+            asks: Whether to ask the other workers if they have it, too. If not, `was_read` follows.
 
         Raises:
             ContextError: If the epoch was ended by something else, or two tasks are in it.
@@ -119,15 +122,22 @@ class Epoch:
             raise ContextError(
                 f"Two tasks wait for the next batch of {self.name}. Let one of them iterate."
             )
-        if self._put_back:
-            return self._put_back.popleft()
         # The call before was cancelled while the workers agreed; asking again would be one
         # question more than the others have.
         if self._asking is not None:
             item, self._unagreed = self._unagreed, None
-            return await self._ended_or(await self._agreed(item))
-        if self._items is None:  # the source has ended before, and batches were put back
-            self.is_over = True
+            item = await self._agreed(item)
+            self._num_agreed += item is not None and not asks
+            return await self._ended_or(item)
+        item = self._put_back.popleft() if self._put_back else await self._read()
+        if self.go_on is not None and asks:
+            item = await self._agreed(item)
+        return await self._ended_or(item)
+
+    async def _read(self) -> Item | None:
+        """Return the next batch of the source, None at its end."""
+        if self._items is None:  # it has ended before, and batches were put back
+            self.is_over = self._error is not None
             self._raise_error()
             return None
         self.is_waiting = True
@@ -148,15 +158,14 @@ class Epoch:
             self.is_waiting = False
         if self.is_over:  # closed by another task meanwhile
             raise ContextError(self._reason or f"{self.name} was closed while a task waited in it.")
-        if self.go_on is not None:
-            item = await self._agreed(item)
-        return await self._ended_or(item)
+        return item
 
     async def _ended_or(self, item: Item | None) -> Item | None:
         """Count a batch, or end the epoch."""
         if item is None:
             self.is_exhausted = True
             self.is_over = True
+            self._put_back.clear()  # another worker has no more
             await self._close_source()
             return None
         self._num_read += 1
@@ -193,13 +202,26 @@ class Epoch:
         self._num_agreed = num_agreed - 1
         return item
 
-    def put_back(self, items: Sequence[Item], error: BaseException | None) -> None:
+    def was_read(self) -> None:
+        """Count a batch that has come without asking: it may have been agreed on before."""
+        self._num_agreed = max(0, self._num_agreed - 1)
+
+    def put_back(
+        self, items: Sequence[Item], error: BaseException | None, *, num_agreed: int = 0
+    ) -> None:
         """Give these items again, in their order, and then the error, before anything else.
+
+        Args:
+            items: The batches.
+            error: What the source raised behind them; None if it did not.
+            num_agreed: On how many of them the workers had agreed.
 
         They are dropped if the epoch was left: another one has begun, or the dataset is closed.
         """
         if not self._was_left and (items or error is not None):
             self.is_over = False
+            self._num_read -= len(items)
+            self._num_agreed += num_agreed
             self._put_back.extendleft(reversed(items))
             if error is not None:
                 self._error = error  # else one of before still comes behind them

@@ -5,6 +5,7 @@ from ._blocking import BlockingCollectives as BlockingCollectives
 from ._blocking import BlockingContext as BlockingContext
 from ._blocking import BlockingGroup as BlockingGroup
 from ._blocking import run_device_program as run_device_program
+from ._collectives import INFEED as INFEED
 from ._collectives import Collectives as Collectives
 from ._context import GroupContext as GroupContext
 from ._context import ReplicaContext as ReplicaContext

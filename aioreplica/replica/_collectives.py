@@ -8,7 +8,7 @@ from abc import ABC
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from threading import get_ident
 from types import FrameType
-from typing import Any, TypeAlias, TypeVar, final, overload
+from typing import TypeAlias, TypeVar, final, overload
 
 import numpy as np
 
@@ -38,6 +38,7 @@ T = TypeVar("T")
 Op: TypeAlias = ReduceOp | OpName
 Options: TypeAlias = CommunicationOptions | None
 Awaited: TypeAlias = Coroutine[object, None, T]
+COUNT_BYTES = 4
 
 
 class Collectives(ABC):  # noqa: B024 - what it lacks is a context
@@ -473,35 +474,40 @@ class Agree(Collective):
 
 @final
 class Decision(Collective):
-    """Combines one flag per replica: `any`, `all`, or nothing at all for `barrier`."""
+    """Combines a flag or small count per replica: `any`, `all`, the least; for `barrier` nothing.
+
+    What a call has for an argument, a text, has to be equal on all replicas.
+    """
 
     __slots__ = ("_decide",)
 
-    def __init__(self, name: str, decide: Callable[[list[Any]], bool | None]) -> None:
+    def __init__(self, name: str, decide: Callable[[list[int]], int | None]) -> None:
         super().__init__(name)
         self._decide = decide
 
-    def detail(self, argument: object) -> str:
-        """Return nothing: there is no argument."""
-        return ""
+    def detail(self, argument: str | None) -> str:
+        """Return the argument."""
+        return argument or ""
 
     def agrees(self, first: Call, call: Call) -> bool:
-        """Return True: flags may differ."""
-        return True
+        """Tell whether the arguments are equal: what is combined may differ."""
+        return bool(first.argument == call.argument)
 
     def difference(self, first: Call, call: Call) -> str | None:
-        """Return None: flags may differ."""
-        return None
+        """Show both arguments if they differ."""
+        if self.agrees(first, call):
+            return None
+        return f"{first.argument} and {call.argument} differ"
 
     def signature(self, call: Call) -> str:
-        """Return nothing: flags may differ."""
-        return ""
+        """Return the argument: what is combined may differ."""
+        return self.detail(call.argument)
 
     async def across(self, group: SyncGroup, calls: Sequence[Call], turn: Turn) -> Parts:
         """Decide here, then over the decisions of all workers."""
-        own = self._decide([call.args[0] for call in calls])
-        slots = await turn.exchange(bytes([bool(own)]), no_data)
-        return [self._decide([slot != b"\0" for slot in slots])] * len(calls)
+        own = int(self._decide([call.args[0] for call in calls]) or 0)
+        slots = await turn.exchange(own.to_bytes(COUNT_BYTES, "little"), no_data)
+        return [self._decide([int.from_bytes(slot, "little") for slot in slots])] * len(calls)
 
     def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts:
         """Decide once for all."""
@@ -531,3 +537,5 @@ AGREE = Agree("agree")
 BARRIER = Decision("barrier", lambda _flags: None)
 ANY = Decision("any", any)
 ALL = Decision("all", all)
+INFEED = Decision("infeed", min)
+"""How many more steps of a device loop all replicas have the inputs of; 0 ends it."""

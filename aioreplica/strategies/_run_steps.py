@@ -6,11 +6,13 @@ import asyncio
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, final
 
 from .._functions import is_async, refuse_context_passed, require_no_yield
-from ..context import LoopStep
+from ..collectives import no_data
+from ..context import PLACE, LoopStep
 from ..device_loop import (
     Feeder,
     Infeed,
@@ -19,17 +21,20 @@ from ..device_loop import (
     combine_outputs,
     new_feeder,
     open_iterator,
+    require_equal_outputs,
     run_loop,
 )
 from ..devices import require_threads, run_on_host
 from ..errors import ContextError
+from ..input import DistributedIterator
 from ..tree import Tree
 from ..values import split_per_replica
 from ._combine import reduce_tree
-from ._launch import Run, RunOptions
+from ._launch import Run, RunOptions, equalize, function_name
 from ._runtime import Replicas, Runtime
 
 if TYPE_CHECKING:
+    from ..cluster import WorkersRun
     from ..device_loop._compiled import CompiledSteps
 
 
@@ -129,17 +134,24 @@ def checked_count(name: str, value: Any) -> int:
 
 
 async def run_steps(runtime: Runtime, plan: LoopPlan) -> MultiStepContext:
-    """Run a device loop and combine what it leaves behind."""
-    lifecycle, events, workers = runtime.lifecycle, runtime.events, runtime.workers
-    if workers is not None and workers.has_others:
-        raise ContextError(
-            f"run_steps does not go over several workers, which {runtime!r} has. Call run for each "
-            "step; plain functions may use ctx.blocking there."
-        )
+    """Run a device loop and combine what it leaves behind; a run like any other for workers."""
     if plan.compile is not None:
         _require_compilable(runtime)
         if runtime.compiled is None:
             runtime.compiled = await run_on_host(_load_compiler, runtime)
+    workers = runtime.workers
+    if workers is None or not workers.has_others:
+        return await _run_loop(runtime, plan, None)
+    runtime.open()
+    async with workers.run(function_name(plan.fn)) as across:
+        await equalize(runtime, across)
+        return await _run_loop(runtime, plan, across)
+
+
+async def _run_loop(
+    runtime: Runtime, plan: LoopPlan, across: WorkersRun | None
+) -> MultiStepContext:
+    lifecycle, events = runtime.lifecycle, runtime.events
     gate = lifecycle.gate
     if gate.is_closed:
         await gate.opened()
@@ -147,12 +159,15 @@ async def run_steps(runtime: Runtime, plan: LoopPlan) -> MultiStepContext:
     count, num_steps = runtime.num_local_replicas, plan.num_steps
     initial = split_per_replica(dict(plan.initial), count, "initial_loop_values")
     iterator = open_iterator(plan.given)
-    run = Run.prepare(runtime, plan.fn, plan.options.seed, is_blocking=True, num_steps=num_steps)
+    run = Run.prepare(
+        runtime, plan.fn, plan.options.seed, is_blocking=True, num_steps=num_steps, across=across
+    )
     event_loop = asyncio.get_running_loop()
     infeed = Infeed(runtime.host_replicas, event_loop, fills_chunks=plan.compile is not None)
     step = run.group.step
+    first = 0 if across is None else across.first_replica
     contexts = [
-        MultiStepContext(initial[i], events=events, replica_id=i, first_step=step)
+        MultiStepContext(initial[i], events=events, replica_id=first + i, first_step=step)
         for i in range(count)
     ]
     completed, published = [0] * count, [0] * count
@@ -181,13 +196,33 @@ async def run_steps(runtime: Runtime, plan: LoopPlan) -> MultiStepContext:
         _raise_source_error(feeder.error, num_run)
     if num_run < num_steps:
         events.add("infeed", "exhausted", step, value=num_run)
-    return await combine_outputs(
+        if across is not None and isinstance(iterator, DistributedIterator):
+            await iterator.end()  # here too, whatever batches this worker has left
+    return await _combine(runtime, contexts, step, across)
+
+
+async def _combine(
+    runtime: Runtime, contexts: list[MultiStepContext], step: int, across: WorkersRun | None
+) -> MultiStepContext:
+    """Combine the outputs; several workers in one turn, and if all have the same ones."""
+    outputs = require_equal_outputs(contexts, runtime.device_names, step)
+    combine = partial(
+        combine_outputs,
         contexts,
         runtime.device_names,
-        step,
         lambda op, value: reduce_tree(Replicas(runtime), op, value),
         has_plain_values=runtime.has_plain_values,
     )
+    if across is None or not outputs:
+        return await combine()
+    with across.turn("outputs", outputs, 0) as turn:
+        await turn.exchange(b"", no_data)
+        token = PLACE.set(runtime.merge_place)
+        try:
+            with turn.merging():
+                return await combine()
+        finally:
+            PLACE.reset(token)
 
 
 Program = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -204,7 +239,11 @@ def _programs(
     runtime = run.runtime
     if plan.compile is None:
         return [
-            (run_loop, (replica, plan.fn, context, step, infeed, plan.num_steps), {})
+            (
+                run_loop,
+                (replica, plan.fn, context, step, infeed, plan.num_steps),
+                {"meets_workers": run.group.point.everyone.across is not None},
+            )
             for replica, context, step in zip(run.replicas, contexts, steps, strict=True)
         ]
     from ..device_loop._compiled import CompiledLoop, Gang  # it needs jax
@@ -257,6 +296,8 @@ async def _run(
         feeder.start()  # first: if there is no thread for it, no program waits for its elements
         run.start_programs(programs)
         await group.wait(plan.options.stall_timeout)
+        if infeed.num_waiting:  # another worker has no more elements
+            infeed.abort()
     except GeneratorExit:  # the coroutine is dropped, as its event loop was: no wait is possible
         infeed.abort()
         feeder.abandon()

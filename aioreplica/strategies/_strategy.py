@@ -166,8 +166,7 @@ class Strategy:
             iterator: Where the inputs come from, one element per step: a plain or async iterator
                 or iterable. A tuple is spread over the inputs, anything else is one; distributed
                 values are replaced by the replica's component. The next call on the same iterator
-                goes on behind the last step that was complete on all replicas, also if this one
-                fails or is cancelled.
+                goes on behind the last step that all replicas have completed, however this ends.
             iterations: How many steps; None takes the strategy's `steps_per_run`.
             initial_loop_values: What `ctx.last_step_outputs` holds in the first step.
             options: Stall timeout and seed.
@@ -176,16 +175,17 @@ class Strategy:
 
         Returns:
             The outputs of the last step, and how many steps were run: fewer than asked for if the
-            iterator was exhausted, but never half a one.
+            iterator of some worker was exhausted, but never half a one.
 
         Raises:
             TypeError: If `fn` is `async def`, `iterator` yields nothing, or cannot be compiled.
             ValueError: If a number is below 1, or an element looks unlike the first one.
-            ContextError: If the strategy has several workers, or `fn` cannot be compiled.
+            ContextError: If `fn` is to be compiled, and cannot or the strategy has several workers.
             ImportError: If the compiler is not installed.
             DeviceError: If the compiler has fewer devices than there are replicas.
             MergeMismatchError: If the replicas do not meet in the same collectives or outputs.
             StallError: If `options.stall_timeout` seconds pass without progress.
+            WorkerLostError: If another worker has failed, also in reading an element.
             Exception: What a step or the iterator raises, behind the steps before it.
 
         Cancellation:

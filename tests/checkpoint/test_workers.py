@@ -124,3 +124,101 @@ async def test_the_newest_savepoint_is_put_back_on_every_worker() -> None:
         return w.value.tolist(), look(read_state({"w": w})).next_steps
 
     assert await on_workers(3, 1, program) == [([5.0] * 3, (9,))] * 3
+
+
+class Hold:
+    """Holds so many replicas in the middle of the fourth step, until all are there and it ends."""
+
+    def __init__(self, count: int) -> None:
+        self.missing = count
+        self.is_full, self.is_over = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self) -> None:
+        self.missing -= 1
+        if not self.missing:
+            self.is_full.set()
+        await self.is_over.wait()
+
+
+def in_loops(strategy: ar.Strategy, hold: Hold | None = None) -> tuple[dict[str, Any], Any]:
+    """Return a state, and what trains on it in device loops of two steps."""
+    with strategy.scope():
+        seen = ar.Variable(np.zeros(24), name="seen")
+        sgd = ar.optimizers.SGD(1.0, momentum=0.5)
+    data = ar.ArrayDataset(np.arange(24), batch_size=4)
+    batches = strategy.distribute_dataset(data, ar.InputOptions(sharding="data"))
+    state = {"seen": seen, "sgd": sgd, "batches": batches, "loops": 0}
+
+    def step(ctx: Any, x: Any) -> None:
+        if hold is not None and 12 <= x[0] < 16:
+            ar.outside_compilation(hold)
+        gradient = np.zeros(24)
+        gradient[x] = -1.0
+        sgd.blocking.apply_gradients([(gradient, seen)])
+        ctx.set_last_step_output("examples", len(x), "sum")
+
+    async def train() -> Any:
+        iterator = aiter(batches)
+        while (await strategy.run_steps(step, iterator, 2)).steps_run:
+            state["loops"] += 1
+        return seen.value.tolist(), sgd.iterations.value.item()
+
+    return state, train
+
+
+async def trained() -> Any:
+    async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        state, train = in_loops(strategy)
+        async with state["batches"]:
+            return await train()
+
+
+async def test_loops_go_on_from_a_checkpoint_with_another_division(tmp_path: Path) -> None:
+    """All workers are told to stop in a step, as launchers do, and save behind the loop."""
+    hold = Hold(4)
+
+    async def stop(strategy: ar.Strategy) -> None:
+        state, train = in_loops(strategy, hold)
+        async with state["batches"], ar.CheckpointManager(tmp_path) as manager:
+
+            async def work() -> None:
+                await manager.save_on_cancel(train(), state, lambda: state["loops"])
+
+            task = asyncio.create_task(work())
+            await hold.is_full.wait()
+            task.cancel()
+            await asyncio.sleep(0)
+            hold.is_over.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    async def resume(strategy: ar.Strategy) -> Any:
+        state, train = in_loops(strategy)
+        async with state["batches"], ar.CheckpointManager(tmp_path) as manager:
+            assert await manager.restore(state) == 1
+            assert state["sgd"].iterations.value == 4
+            return await train()
+
+    await on_workers(2, 2, stop)
+    expected = await trained()
+    assert expected[1] == 6
+    assert await on_workers(3, 1, resume) == [expected] * 3
+
+
+async def test_a_save_beside_a_loop_has_all_of_it(tmp_path: Path) -> None:
+    hold = Hold(2)
+
+    async def program(strategy: ar.Strategy) -> Any:
+        state, train = in_loops(strategy, hold)
+        async with state["batches"], ar.CheckpointManager(tmp_path) as manager:
+            training = asyncio.create_task(train())
+            await hold.is_full.wait()
+            saving = asyncio.create_task(manager.save(1, state))
+            await asyncio.sleep(0)
+            hold.is_over.set()
+            await saving
+            found = await training
+            assert await manager.restore(state) == 1
+            return found, state["sgd"].iterations.value.item(), state["loops"]
+
+    assert await on_workers(2, 1, program) == [(await trained(), 4, 1)] * 2

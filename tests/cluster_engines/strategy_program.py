@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 from types import FrameType
@@ -273,6 +274,35 @@ async def handles(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> An
     communicator = strategy._runtime.workers.connected  # type: ignore[union-attr]
     assert communicator is not None
     return {"same": all(found), "calls": communicator.statistics().calls}
+
+
+async def steps(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
+    """Run device loops: workers have other numbers of elements, one fails, and all go on."""
+    rank = rank_of(strategy)
+    with strategy.scope():
+        total = ar.Variable(0.0, aggregation="mean")
+
+    def step(ctx: ar.device_loop.MultiStepContext, x: float) -> None:
+        total.blocking.assign_add(me().blocking.all_reduce("sum", x))
+        ctx.set_last_step_output("x", x + rank, "max")
+
+    def given(count: int, *, fails: bool = False) -> Iterator[float]:
+        yield from map(float, range(count))
+        if fails:
+            raise OSError("disk")
+
+    told = ""
+    first = await strategy.run_steps(step, given(150 + 10 * rank), 1000)
+    try:
+        await strategy.run_steps(step, given(5, fails=rank == 1), 1000)
+    except (OSError, WorkerLostError) as error:
+        told = f"{type(error).__name__}: {error}"
+    last = await strategy.run_steps(step, iter([1.0, 2.0]), 2)
+    await strategy.check_in_sync([total])
+    return {
+        "steps": [first.steps_run, last.steps_run], "outputs": first.last_step_outputs,
+        "total": float(total.value), "told": told,
+    }  # fmt: skip
 
 
 def note_in(folder: str, name: str) -> None:

@@ -65,6 +65,20 @@ def test_started_reductions_go_together_with_the_bits_of_one_by_one(launch: Laun
         assert row["calls"] < 21 * 80  # one by one, then in 20 turns that wait here and there
 
 
+@both
+def test_device_loops_stop_at_one_step_on_all_workers(launch: Launcher) -> None:
+    rows = results_of(launch(2, "steps", program=STRATEGY_PROGRAM), 2)
+    total = 4.0 * (sum(range(150)) + sum(range(5)) + 1 + 2)
+    for row in rows:
+        assert row["steps"] == [150, 2]
+        assert row["outputs"] == {"x": 150.0}
+        assert row["total"] == total
+    assert "Worker 1 failed" in rows[0]["told"]
+    assert rows[0]["told"].startswith("WorkerLostError")
+    assert "OSError: disk" in rows[0]["told"]
+    assert rows[1]["told"] == "OSError: disk"
+
+
 def test_an_all_reduce_passes_few_files_and_classes() -> None:
     for row in results_of(mpi(2, "path", program=STRATEGY_PROGRAM), 2):
         assert "Exchange" in row["classes"]

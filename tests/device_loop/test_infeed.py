@@ -31,6 +31,28 @@ def test_elements_come_out_in_order_and_then_the_end() -> None:
     assert [infeed.take(1) for _ in range(3)] == [(0, 0), (1, 0), None]
 
 
+def test_what_is_ready_is_what_lies_in_front_of_the_end() -> None:
+    infeed = Infeed([[0, 1]])
+    fill(infeed, 2)
+    assert infeed.num_ready(0) == 2
+    infeed.end(has_failed=True)
+    infeed.take(0)
+
+    assert [infeed.num_ready(0), infeed.num_ready(1)] == [1, 2]
+    infeed.take(0)
+    assert infeed.num_ready(0) == 0
+    assert infeed.has_failed
+
+
+def test_nothing_is_ready_once_it_is_aborted() -> None:
+    infeed = Infeed([[0, 1]])
+    fill(infeed, 1)
+    infeed.abort()
+
+    with pytest.raises(asyncio.CancelledError):
+        infeed.num_ready(0)
+
+
 def test_hosts_are_filled_one_after_the_other() -> None:
     infeed = Infeed([[1], [0]])
     infeed.put([("of 0",), ("of 1",)])

@@ -156,3 +156,100 @@ async def test_writes_after_a_cancellation_do_not_reach_others() -> None:
     _, result = await asyncio.gather(*tasks, return_exceptions=True)
 
     assert isinstance(result, EXPECTED) or result.tolist() == [2.0] * 200
+
+
+def loops(strategy: Strategy) -> tuple[ar.Variable, Any]:
+    """Return a variable, and a function that runs a loop of unequal numbers of elements."""
+    rank = strategy._runtime.workers.rank  # type: ignore[union-attr]
+    with strategy.scope():
+        total = ar.Variable(0.0, aggregation="mean")
+
+    def step(ctx: Any, x: float) -> None:
+        got = me().blocking.all_reduce("sum", x * (1 + me().replica_id_in_sync_group))
+        total.blocking.assign_add(got)
+        ctx.set_last_step_output("got", got, "max")
+
+    async def given(count: int) -> Any:
+        for i in range(count):
+            await asyncio.sleep(0)
+            yield float(i + 1)
+
+    async def run() -> Any:
+        source: Any = (float(i + 1) for i in range(3)) if rank else given(4)
+        try:
+            return await strategy.run_steps(step, source, 9)
+        finally:
+            if not rank:
+                await source.aclose()
+
+    return total, run
+
+
+@pytest.mark.explore(schedules=15)
+async def test_loops_stop_at_one_step_whatever_is_read_first() -> None:
+    async def program(strategy: Strategy) -> Any:
+        total, run = loops(strategy)
+        first, second = await run(), await run()
+        return first.steps_run, second.steps_run, second.last_step_outputs, float(total.value)
+
+    results = await on_workers(2, 2, program)
+
+    assert results == [(3, 3, {"got": 30.0}, 120.0)] * 2
+
+
+@pytest.mark.explore(schedules=20, faults=art.Faults().cancel_task("worker"))
+async def test_a_cancelled_loop_leaves_the_others_at_its_step_or_in_the_next() -> None:
+    made, totals = strategies(2, 2, timeout=60), list[float]()
+
+    async def worker(strategy: Strategy) -> Any:
+        async with strategy:
+            total, run = loops(strategy)
+            try:
+                return (await run()).steps_run
+            finally:
+                totals.append(float(total.value))
+
+    tasks = [asyncio.create_task(worker(strategy)) for strategy in made]
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+
+    for result in results:
+        assert result == 3 or isinstance(result, (*EXPECTED, asyncio.CancelledError))
+    steps = [[0.0, 10.0, 30.0, 60.0].index(value) for value in totals]  # complete here
+    assert not steps or max(steps) - min(steps) <= 1
+
+
+@pytest.mark.explore(schedules=15, faults=art.Faults().lose_worker("worker:1"))
+async def test_a_worker_lost_in_a_loop_is_an_error_and_never_a_hang() -> None:
+    async def program(strategy: Strategy) -> Any:
+        _, run = loops(strategy)
+        return (await run()).steps_run
+
+    results = await outcomes(strategies(2, 2), [program] * 2)
+
+    assert all(result == 3 or isinstance(result, EXPECTED) for result in results)
+
+
+@pytest.mark.explore(schedules=5)
+async def test_a_worker_that_has_no_element_in_time_is_a_stall_that_names_it() -> None:
+    made = strategies(2, 1, timeout=60)
+
+    async def worker(rank: int) -> None:
+        async def given() -> Any:
+            yield 1.0
+            if rank:
+                await asyncio.Event().wait()
+            yield 2.0
+
+        source = given()
+        async with made[rank]:
+            try:
+                await made[rank].run_steps(lambda ctx, x: me().blocking.barrier(), source, 9)
+            finally:
+                await source.aclose()
+
+    tasks = [asyncio.create_task(worker(rank)) for rank in range(2)]
+    with pytest.raises(StallError) as caught:
+        await tasks[0]
+    assert caught.value.ranks == (1,)
+    tasks[1].cancel()
+    await asyncio.wait(tasks[1:])
