@@ -1,8 +1,13 @@
-"""Modules over optional packages are left out of the doctests where their package is missing."""
+"""The whole suite runs on all cores; doctests of packages that are missing are left out."""
 
 from importlib.util import find_spec
 
 import pytest
+
+from aioreplica.devices._cores import num_cores
+
+MAX_PROCESSES = 8
+"""More would begin for longer than they run."""
 
 _ADAPTERS = {
     "aioreplica/autodiff/_jax*.py": "jax",
@@ -23,3 +28,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leave out the examples of single functions over a package that is missing."""
     missing = {name for name, package in _EXAMPLES.items() if find_spec(package) is None}
     items[:] = [item for item in items if item.name not in missing]
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return how many processes run the tests: one per core for the whole suite, none for a part.
+
+    A part that is asked for by name is mostly small, or debugged. Tests that are asked for by a
+    mark run programs that take all cores by themselves.
+    """
+    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if not is_whole or not config.option.markexpr.startswith("not "):
+        return 0
+    config.option.dist = "worksteal"  # neighbours stay together, so their fixtures are made once
+    return min(num_cores(), MAX_PROCESSES)
