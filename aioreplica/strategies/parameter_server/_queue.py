@@ -23,11 +23,13 @@ from typing import Any, Literal, final
 from ...cluster import Submission
 from ._packing import Packed
 
-FIRST_WAITING, MIN_WAITING, MAX_WAITING = 4, 2, 16
+FIRST_WAITING, MIN_WAITING, MAX_WAITING = 4, 2, 32
 """Closures that wait with a worker before it is known how long they take, at least and at most."""
 
-FILL_S = 0.05
-"""How long a worker has work while messages are on their way: Dask sends some every 10 ms."""
+FILL_S = 0.1
+"""How long a full worker has work. It gets more when half is left, which is enough while messages
+are on their way (Dask sends some every 10 ms), and makes fewer of them: one costs more than a short
+closure in it."""
 
 LONG_S = 1.0
 """A closure that takes as long has one closure wait behind it."""
@@ -266,13 +268,15 @@ class ClosureQueue:
             begun_only: Whether only those are given that were with a worker before.
         """
         taken: list[ScheduledClosure] = []
+        if not self._queued:
+            return taken
         waiting = self._num_waiting()
-        while self._queued and self._workers:
+        few = waiting - (1 if self._mean_s is None else max(1, waiting // 2))
+        takers = [(n, w) for n, w in self._workers.items() if len(w.closures) <= w.slots + few]
+        while self._queued and takers:
             if begun_only and not self._queued[0].is_under_way:
                 break
-            name, worker = min(
-                self._workers.items(), key=lambda item: (_load(item[1]), item[1].index)
-            )
+            name, worker = min(takers, key=lambda item: (_load(item[1]), item[1].index))
             if len(worker.closures) >= worker.slots + waiting:
                 break
             closure = self._queued.popleft()

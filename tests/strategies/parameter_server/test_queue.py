@@ -84,6 +84,23 @@ def test_fewer_wait_behind_long_closures(loop: Any, took_s: float, waiting: int)
     assert len(c.send(99.0)) == 1 + waiting
 
 
+@pytest.mark.parametrize(("took_s", "waiting"), [(0.001, MAX_WAITING), (FILL_S / 9.5, 10)])
+def test_a_worker_gets_more_when_half_of_its_work_is_done(
+    loop: Any, took_s: float, waiting: int
+) -> None:
+    c = Coordinator(loop, 5 + waiting + 2 * (waiting // 2), (A, B))
+    c.lose(0.0, A)
+    for number in c.send():
+        c.queue.finished((number + 1) * took_s, c.made[number])
+    now, sizes = 99.0, [len(c.send(99.0))]
+    while c.queue.num_running:
+        now += took_s
+        c.queue.finished(now, c.made[c.at(A)[0]])
+        sizes.append(len(c.send(now)))
+    assert [size for size in sizes if size] == [1 + waiting, waiting // 2, waiting // 2 - 1]
+    assert [i for i, size in enumerate(sizes) if size] == [0, waiting // 2, 2 * (waiting // 2)]
+
+
 def test_a_worker_may_run_several_at_a_time(loop: Any) -> None:
     c = Coordinator(loop, 20, ())
     c.queue.set_workers(0.0, {A: 3})
