@@ -131,6 +131,24 @@ async def test_a_step_that_is_not_finite_ends_the_run_before_it(gang: ar.Strateg
     assert left.steps_run == 2  # the element of the failed step went back
 
 
+@pytest.mark.parametrize("scans", [True, False])
+async def test_a_slot_that_overflows_ends_the_run_though_values_are_finite(
+    pair: ar.Strategy, scans: bool
+) -> None:
+    w, optimizer, step = model(pair, adam)
+    batches = elements(pair, 5)
+    batches[3][0].values[1][:] *= np.float32(1e18)  # the gradient is 1e36, and finite
+
+    with (
+        mock.patch.object(Trial, "prefers_scan", return_value=scans),
+        pytest.raises(NonFiniteError, match=r"An update.* is not finite in step 3"),
+    ):
+        await pair.run_steps(step, iter(batches), 5, compile="jax")
+
+    assert np.isfinite(w.value).all()
+    assert (w.version, int(optimizer.iterations.value)) == (3, 3)
+
+
 async def test_steps_are_skipped_and_the_loss_scale_follows(pair: ar.Strategy) -> None:
     def optimizer() -> ar.optimizers.Optimizer:
         scale = ar.optimizers.DynamicLossScale(8.0, growth_interval=2)
@@ -378,10 +396,10 @@ async def test_a_chunk_is_published_though_the_next_one_cannot_be_made_meanwhile
     w, _, step = model(pair, lambda: Limited(0.05) if fails == "prepare" else adam())
     iterator, make = iter(elements(pair, 8)), StepProgram.inputs
 
-    def inputs(self: StepProgram, arrays: Any, size: int, begins: Any, seed: int) -> Any:
-        if fails == "inputs" and begins[1] == 4:
-            raise KeyError(begins)
-        return make(self, arrays, size, begins, seed)
+    def inputs(self: StepProgram, elements: Any, size: int, first: int, seed: int) -> Any:
+        if fails == "inputs" and first == 4:
+            raise KeyError(first)
+        return make(self, elements, size, first, seed)
 
     with (
         mock.patch.object(Trial, "prefers_scan", return_value=True),

@@ -7,77 +7,30 @@ steps, and elements of steps that were not published go back to their iterator.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import perf_counter
 from typing import Any, final
 
 import jax
 import numpy as np
-import numpy.typing as npt
 
 from ...context import LoopStep
-from ...errors import ContextError, NonFiniteError
-from ...optimizers import Optimizer
+from ...errors import NonFiniteError
 from ...replica import BlockingContext, RunningReplica
 from ...telemetry import EventLog
-from ...tree import flatten
-from ...values import Variable, is_floating
+from ...tree import Array, flatten
 from .._infeed import CHUNK_BYTES, Infeed
 from .._program import MultiStepContext
+from ._chunk import Chunk
 from ._devices import Gang, only_one
-from ._program import StepProgram, of_each, of_first
+from ._program import Report, StepProgram
 from ._programs import CompiledSteps
-from ._update import (
-    MAX_VARIABLES,
-    NO_WEIGHT,
-    NOT_FINITE,
-    finished_after,
-    keeps_infinities,
-)
-
-Array = npt.NDArray[Any]
+from ._state import State
+from ._update import MAX_VARIABLES, NO_WEIGHT, NOT_FINITE
 
 MAX_CHUNK = 64
 """How many steps one program runs at most; fewer if their elements are large."""
-
-ALIGNMENT = 64
-"""Where XLA wants arrays to begin; those that do it reads where they are."""
-
-
-@final
-class Chunk:
-    """Elements for one call, stacked for each replica where the program reads them.
-
-    Args:
-        size: How many fit.
-        element: One element, a list of arrays for each replica.
-
-    Attributes:
-        inputs: What a program is given for all of them, if that is known already.
-    """
-
-    __slots__ = ("arrays", "inputs", "num_steps", "size")
-
-    def __init__(self, size: int, element: Sequence[Sequence[Array]]) -> None:
-        self.size = size
-        self.num_steps = 0
-        self.inputs: Any = None
-        self.arrays = [
-            [_aligned((size, *leaf.shape), leaf.dtype) for leaf in part] for part in element
-        ]
-
-    def add(self, elements: Sequence[Sequence[Sequence[object]]]) -> None:
-        """Put elements behind the others, for each replica its leaves of all of them.
-
-        They look like the first one.
-        """
-        begun, end = self.num_steps, self.num_steps + len(elements[0])
-        for stacked, own in zip(self.arrays, elements, strict=True):
-            for whole, found in zip(stacked, zip(*own, strict=True), strict=True):
-                _stack(found, whole[begun:end])
-        self.num_steps = end
 
 
 @final
@@ -124,6 +77,7 @@ class CompiledLoop:
         self._every = num_steps if every is None else min(every, num_steps)
         self._gang = gang
         self._program: StepProgram | None = None
+        self._state: State | None = None
         self._leaves: Callable[[Any], Sequence[object]] = tuple
         self._spare: Chunk | None = None
         self._size = 0
@@ -131,9 +85,6 @@ class CompiledLoop:
         self._published = 0
         self._is_due = False
         self._records: list[tuple[int, str, float]] = []
-        self._carry: Any = None
-        self._bases: dict[Variable, tuple[Array, ...]] = {}
-        self._counts: dict[Optimizer, int] = {}
 
     def run(self, replica: RunningReplica) -> MultiStepContext:
         """Lead or follow, on the device thread of a replica."""
@@ -226,10 +177,7 @@ class CompiledLoop:
         num_bytes = sum(leaf.nbytes for part in element for leaf in part)
         fitting = max(1, CHUNK_BYTES // max(1, num_bytes))
         self._size = min(MAX_CHUNK, fitting, self._every, self._num_steps)
-        self._bases = {variable: variable.components for variable in program.state}
-        state = self._programs.load(program, self._bases)
-        self._carry = (state, _first_outputs(program, initial))
-        self._counts = dict.fromkeys(program.applied, 0)
+        self._state = State(self._programs, program, initial)
 
     def _ran(self, replica: RunningReplica, chunk: Chunk) -> Chunk | None:
         """Run the steps of a chunk; return the next one as far as its elements are there.
@@ -238,69 +186,61 @@ class CompiledLoop:
             NonFiniteError: If an update is not finite, with the steps before it published.
             ValueError: If no replica has any weight.
         """
-        program, begun = self._program, self._carry
+        program, state = self._program, self._state
         assert program is not None  # the chunk has an element
+        assert state is not None
+        begun, updates = state.carry, state.num_updates()
         inputs, chunk.inputs = chunk.inputs or self._inputs(program, chunk), None
-        args = (*inputs, program.table(chunk.size, _num_updates(program, self._counts)))
-        before = _iterations(program, begun)
-        codes, records, ahead = self._called(replica, program, chunk, args)
-        failed = np.flatnonzero(codes)
-        if not failed.size and _is_in_doubt(program, self._carry):
-            _, codes, _ = self._stepped(replica, program, chunk, begun, args, looks=True)
-            failed = np.flatnonzero(codes)
+        numbers = np.array([self._done, self._first, *updates.values()], np.int32)
+        args = (inputs, numbers, program.table(chunk.size, updates))
+        carry, report, ahead = self._called(replica, program, chunk, begun, args)
+        if report.in_doubt and not report.codes.any():
+            _, report = self._stepped(replica, program, chunk, begun, args, looks=True)
+        failed = np.flatnonzero(report.codes)
         if failed.size:
-            at = int(failed[0])
-            self._carry, _, records = self._stepped(replica, program, chunk, begun, args, count=at)
-            self._move_on(program, before, records, at)
-            self._fail(program, int(codes[at]))
-        self._move_on(program, before, records, chunk.num_steps)
+            at, code = int(failed[0]), int(report.codes[failed[0]])
+            carry, report = self._stepped(replica, program, chunk, begun, args, count=at)
+            self._move_on(program, state, carry, report)
+            self._fail(program, code)
+        self._move_on(program, state, carry, report)
         return ahead
 
-    def _move_on(
-        self,
-        program: StepProgram,
-        before: Mapping[Optimizer, int],
-        records: Sequence[Array],
-        num_steps: int,
-    ) -> None:
+    def _move_on(self, program: StepProgram, state: State, carry: object, report: Report) -> None:
         """Count the steps that the state is behind now, and keep what they have recorded."""
-        for optimizer, count in _iterations(program, self._carry).items():
-            self._counts[optimizer] += count - before[optimizer]
+        state.move_on(carry, report.updates)
         first = self._first + self._done
-        for i in range(num_steps if records else 0):
-            for name, values in zip(program.records, records, strict=True):
-                self._records.append((first + i, name, float(values[i])))
-        self._done += num_steps
+        for name, values in zip(program.records, report.records, strict=True):
+            found = [(first + i, name, float(value)) for i, value in enumerate(values)]
+            self._records += found
+        self._done += len(report.codes)
 
     def _called(
-        self, replica: RunningReplica, program: StepProgram, chunk: Chunk, args: Any
-    ) -> tuple[Array, list[Array], Chunk | None]:
+        self, replica: RunningReplica, program: StepProgram, chunk: Chunk, carry: object, args: Any
+    ) -> tuple[object, Report, Chunk | None]:
         """Call the program in the faster way, and read ahead meanwhile."""
         trial = self._programs.trial(program, chunk.size)
-        scans = chunk.num_steps == chunk.size and chunk.size > 1 and trial.prefers_scan()
-        if scans:
-            scan = program.compiled("scan", chunk.size, (self._carry, *args, np.int32(0)))
+        if chunk.num_steps == chunk.size and chunk.size > 1 and trial.prefers_scan():
+            scan = program.compiled("scan", chunk.size, (carry, *args))
             with only_one(replica.blocking, self._publish_due):
                 begin = perf_counter()
-                carry, codes, records = scan(self._carry, *args, np.int32(0))
+                new, *reported = scan(carry, *args)
                 try:
                     if not self._is_observed():  # an observer may wait for another program
                         self._publish_due()
-                    begun_ahead = self._ahead(replica, program, chunk)
+                    ahead = self._ahead(replica, program, chunk)
                 finally:  # an abort is seen there, too: nothing runs behind this block
-                    jax.block_until_ready((carry, codes, records))
+                    jax.block_until_ready((new, reported))
                 seconds = perf_counter() - begin
             self._publish_due()  # an observer came meanwhile
             trial.add("scan", seconds)
-            self._carry = carry
-            return of_first(codes), [of_each(each)[0] for each in records], begun_ahead
+            return new, program.report([tuple(reported)]), ahead
         self._publish_due()
         begin = perf_counter()
-        self._carry, codes, records = self._stepped(replica, program, chunk, self._carry, args)
-        begun_ahead = self._ahead(replica, program, chunk)  # a scan does it meanwhile
+        new, report = self._stepped(replica, program, chunk, carry, args)
+        ahead = self._ahead(replica, program, chunk)  # a scan does it meanwhile
         if chunk.num_steps == chunk.size:
             trial.add("step", perf_counter() - begin)
-        return codes, records, begun_ahead
+        return new, report, ahead
 
     def _stepped(
         self,
@@ -312,30 +252,29 @@ class CompiledLoop:
         *,
         count: int | None = None,
         looks: bool = False,
-    ) -> tuple[object, Array, list[Array]]:
+    ) -> tuple[object, Report]:
         """Call the program of one step for each of the first `count` of a chunk.
 
         Returns:
-            What is behind the last, the code of each, and what each has recorded.
+            What is behind the last, and what they report.
         """
+        end = chunk.num_steps if count is None else count
         carry = jax.tree.map(program.put_apart, carry)  # the program takes its memory
         args = program.placed(args)  # once for all calls
-        step = program.compiled("step", chunk.size, (carry, *args, np.int32(0)), looks=looks)
+        at = np.array([0, end], np.int32)
+        step = program.compiled("step", chunk.size, (carry, *args, at), looks=looks)
         found = []
         with only_one(replica.blocking):
-            for at in range(chunk.num_steps if count is None else count):
-                carry, code, own = step(carry, *args, np.int32(at))
+            for number in range(end):
+                carry, *reported = step(carry, *args, np.array([number, end], np.int32))
                 jax.block_until_ready(carry)
-                found.append((code, own))
-        codes = np.array([of_first(code) for code, _ in found], np.int32)
-        records = [
-            np.array([of_each(own[i])[0] for _, own in found]) for i in range(len(program.records))
-        ]
-        return carry, codes, records
+                found.append(tuple(reported))
+        return carry, program.report(found)
 
     def _ahead(self, replica: RunningReplica, program: StepProgram, chunk: Chunk) -> Chunk | None:
         """Take the elements behind a chunk that are there already, and put whole chunks."""
-        updates = _num_updates(program, self._counts, chunk.num_steps)
+        assert self._state is not None  # the program has it
+        updates = self._state.num_updates(chunk.num_steps)
         self._done += chunk.num_steps
         try:
             found = self._taken(replica.blocking, None, waits=False)
@@ -348,8 +287,8 @@ class CompiledLoop:
         finally:
             self._done -= chunk.num_steps
 
-    def _inputs(self, program: StepProgram, chunk: Chunk) -> tuple[object, ...]:
-        return program.inputs(chunk.arrays, chunk.size, (self._first, self._done), self._seed)
+    def _inputs(self, program: StepProgram, chunk: Chunk) -> object:
+        return program.inputs(chunk.elements, chunk.size, self._first + self._done, self._seed)
 
     # ---- steps that fail -----------------------------------------------------------------
 
@@ -365,8 +304,9 @@ class CompiledLoop:
 
     def _is_observed(self) -> bool:
         """Tell whether an observer waits for what is due: it may set what the next steps use."""
-        of_events = bool(self._records) and self._events.is_observed
-        return self._is_due and (of_events or any(v.store.is_observed for v in self._bases))
+        if self._state is None or not self._is_due:
+            return False
+        return self._state.is_observed or (bool(self._records) and self._events.is_observed)
 
     def _publish_due(self) -> None:
         """Publish the steps behind which it is time, if that was left for later."""
@@ -379,16 +319,14 @@ class CompiledLoop:
         Raises:
             ContextError: If somebody else has written a variable meanwhile.
         """
-        program = self._program
+        program, state = self._program, self._state
         assert program is not None  # a step was run
+        assert state is not None
         self._is_due = False
         num_steps = self._done - self._published
-        self._write(program, num_steps)
-        outputs = self._carry[1]
-        of_replicas = [of_each(array) for array in outputs]
-        for i, context in enumerate(self._contexts):
-            arrays = [own[i][()] for own in of_replicas]
-            context.last_step_outputs.update(program.outputs.unflatten(arrays))
+        state.write(num_steps)
+        for context, outputs in zip(self._contexts, state.outputs(), strict=True):
+            context.last_step_outputs.update(outputs)
             context.take_outputs(self._done, program.ops, program.sites)
         for number, name, value in self._records:
             self._events.add_scalar(number, 0, name, value)
@@ -396,40 +334,6 @@ class CompiledLoop:
         self._published = self._done
         for step in self._steps:
             step.ended(num_steps)
-
-    def _write(self, program: StepProgram, num_steps: int) -> None:
-        changes: dict[Variable, tuple[Array, ...]] = {}
-        counts: dict[Variable, int] = {}
-        for i, variable in enumerate(program.state):
-            sources = program.written.get(variable)
-            if sources is None:
-                continue
-            array, size = self._carry[0][i], len(self._bases[variable])
-            parts = [of_first(array)] * size if program.is_mirrored[i] else of_each(array)
-            made = {id(part): _published(part, variable) for part in parts}
-            changes[variable] = tuple(made[id(part)] for part in parts)
-            counts[variable] = 0
-            for source in sources:
-                times = 1 if source is None else program.applied[source][1]
-                counts[variable] += num_steps if source is None else self._counts[source] // times
-        for optimizer, count in self._counts.items():
-            if count:
-                iteration = int(optimizer.iterations.components[0]) + count
-                for variable, value in finished_after(optimizer, iteration).items():
-                    new = _published(np.asarray(value), variable)
-                    changes[variable] = (new,) * len(variable.components)
-                    self._bases.setdefault(variable, variable.components)
-        is_done = True
-        if any(variable.components is not self._bases[variable] for variable in changes):
-            is_done = False
-        for store in dict.fromkeys(variable.store for variable in changes):
-            own = {v: parts for v, parts in changes.items() if v.store is store}
-            is_done = is_done and bool(store.write(own, self._bases, counts=counts))
-        if not is_done:
-            raise _interference(changes, self._bases, num_steps)
-        self._bases.update(changes)  # and not what they hold now: who wrote since is seen
-        self._programs.keep(program, self._bases, self._carry[0])
-        self._counts = dict.fromkeys(self._counts, 0)
 
 
 def _failure(program: StepProgram, code: int, number: int) -> Exception:
@@ -454,110 +358,5 @@ def _failure(program: StepProgram, code: int, number: int) -> Exception:
     )
 
 
-def _interference(
-    changes: Iterable[Variable], bases: Mapping[Variable, tuple[Array, ...]], num_steps: int
-) -> ContextError:
-    """Return the error of steps that cannot be published any more."""
-    names = [v.name for v in changes if v.components is not bases[v]]
-    return ContextError(
-        f"Variable {', '.join(names) or 'of the step'} was written by something else while "
-        f"{num_steps} compiled steps ran, which began with its old value. These steps were not "
-        "published, and their elements went back to the iterator. Write variables between calls of "
-        "run_steps, or in the step."
-    )
-
-
-def _iterations(program: StepProgram, carry: Any) -> dict[Optimizer, int]:
-    """Return how many updates each optimizer has made."""
-    at = {variable: i for i, variable in enumerate(program.state)}
-    return {o: int(of_first(carry[0][at[o.iterations]])) for o in program.applied}
-
-
-def _num_updates(
-    program: StepProgram, counts: Mapping[Optimizer, int], num_steps: int = 0
-) -> dict[Optimizer, int]:
-    """Return how many updates each optimizer will have made, if none of these steps skips.
-
-    Args:
-        program: Whose.
-        counts: Those that are not published.
-        num_steps: Steps beyond them.
-    """
-    return {
-        optimizer: int(optimizer.iterations.components[0]) + counts[optimizer] + times * num_steps
-        for optimizer, (_, times) in program.applied.items()
-    }
-
-
-def _is_in_doubt(program: StepProgram, carry: Any) -> bool:
-    """Tell whether a value or slot is not finite behind steps that were not checked."""
-    at = {variable: i for i, variable in enumerate(program.state)}
-    for optimizer, (variables, _) in program.applied.items():
-        settings = optimizer.settings
-        if settings.on_non_finite != "raise" or not keeps_infinities(optimizer):
-            continue
-        for variable in variables:
-            for each in (variable, *(settings.slots.made.get(variable) or ())):
-                array = of_first(carry[0][at[each]])
-                if is_floating(array.dtype) and not np.isfinite(array).all():
-                    return True
-    return False
-
-
-def _stack(leaves: Sequence[object], rows: Array) -> None:
-    """Write one leaf into each row; arrays in a single call of NumPy."""
-    arrays = [leaf for leaf in leaves if type(leaf) is np.ndarray]
-    if rows.ndim > 1 and len(arrays) == len(leaves):
-        np.concatenate(arrays, out=rows.reshape(len(rows) * rows.shape[1], *rows.shape[2:]))
-        return
-    for row, leaf in enumerate(leaves):
-        rows[row] = leaf
-
-
-def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return an empty array that XLA does not have to copy."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    memory = np.empty(num_bytes + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + num_bytes].view(dtype).reshape(shape)
-
-
-def _first_outputs(
-    program: StepProgram, initial: Sequence[Mapping[str, object]]
-) -> list[jax.Array]:
-    """Put the outputs to begin with on the devices; zeros where there is none."""
-    if program.zeros is not None and not any(initial):
-        return program.zeros
-    flat = [[np.asarray(leaf) for leaf in _leaves(own, program)] for own in initial]
-    outputs = []
-    for i, shape in enumerate(program.outputs.shapes):
-        given = [own[i] for own in flat] if i < len(flat[0]) else None
-        zeros = np.zeros(shape.shape, shape.dtype)
-        outputs.append(
-            program.put_each(
-                [zeros] * program.num_replicas
-                if given is None
-                else [_cast(array, shape) for array in given]
-            )
-        )
-    if not any(initial):
-        program.zeros = outputs
-    return outputs
-
-
 def _leaves_of(part: object) -> Sequence[object]:
     return flatten(part)[0]
-
-
-def _leaves(outputs: Mapping[str, object], program: StepProgram) -> list[Any]:
-    return [leaf for name in outputs for leaf in flatten(outputs[name])[0]]
-
-
-def _cast(array: Array, shape: Any) -> Array:
-    return np.asarray(array, shape.dtype)
-
-
-def _published(array: Array, variable: Variable) -> Array:
-    new = array.astype(variable.dtype, copy=False)
-    new.flags.writeable = False
-    return new

@@ -5,9 +5,15 @@ only; the second time all of that is the state that goes through the steps:
 
     state      variables, one array for all replicas if they are mirrored, else one per replica
     outputs    `ctx.last_step_outputs`, one per replica
-    table      updates of the optimizers so far, and numbers of `prepare`, a row for each
+    table      numbers of `prepare`, a row for each update of an optimizer
     inputs     what the steps get: elements, their numbers, seeds for `jax_key`
-    numbers    of the first step in the loop, and of the loop in the strategy
+    numbers    of the first step in the loop, of the loop in the strategy, and of the updates that
+               each optimizer has made
+
+and what a call says of itself is one array, as to read several costs more than they hold:
+
+    report     code of each step, 1 if a value or slot is not finite behind them though no step
+               looked, and the updates that each optimizer made
 
 Scan and single calls run the same recorded step, and give the same bits.
 """
@@ -31,13 +37,14 @@ from ...context import CurrentStrategy
 from ...optimizers import Optimizer
 from ...replica import random_stream
 from ...tree import Array, Tree, TreeSpec, flatten, unflatten
-from ...values import Variable
+from ...values import Variable, is_floating
+from ._prepared import Columns, Prepared, columns_for, multipliers_of, prepared_for
 from ._trace import AXIS, StepTrace, Traced, TracedLoop
 from ._untraceable import explained
-from ._update import Prepared, columns_for, multipliers_of, prepared_for
+from ._update import keeps_infinities
 
 Key: TypeAlias = tuple[str, bool]
-Table: TypeAlias = tuple[Array, list[list[Array]]]
+Table: TypeAlias = list[Columns]
 How: TypeAlias = Literal["scan", "step"]
 OfAll, OfEach = Spec(), Spec(AXIS)
 
@@ -69,6 +76,24 @@ class Outputs:
             start, spec = self.starts[name], self.specs[name]
             found[name] = unflatten(spec, arrays[start : start + spec.num_leaves])
         return found
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Outcome of steps that were run.
+
+    Attributes:
+        codes: For each step, what has failed it; 0 for nothing.
+        in_doubt: Whether a value or slot is not finite behind them though no step looked.
+        updates: How many updates each optimizer made.
+        records: For each name that is recorded, a number of each step.
+    """
+
+    codes: Array
+    in_doubt: bool
+    updates: list[int]
+    records: list[Array]
 
 
 @final
@@ -214,7 +239,7 @@ class StepProgram:
         """Run one step on local arrays; return the state behind it, and what it reports."""
         state, outputs = carry
         element, index, seeds = inputs
-        found: dict[Optimizer, tuple[Traced, list[Prepared], Sequence[Traced]]] = {}
+        found: dict[Optimizer, tuple[Traced, list[Prepared], Tree]] = {}
         for optimizer, base, columns in zip(self.applied, bases, table, strict=True):
             multipliers, _ = multipliers_of(optimizer, self.applied[optimizer][0])
             found[optimizer] = base, prepared_for(optimizer, multipliers, 0), columns
@@ -239,20 +264,24 @@ class StepProgram:
         return ([trace.values[v] for v in self.state], new), (trace.code(), records)
 
     def _lowered(self, how: How, size: int, looks: bool) -> Callable[..., object]:
-        """Return what runs a whole chunk, or step `at` of it, on arrays of all replicas."""
+        """Return what runs a whole chunk, or one step of it, on arrays of all replicas."""
         mirrored = self.is_mirrored
+        positions = {variable: i for i, variable in enumerate(self.state)}
 
-        def program(carry: Tree, chunk: Tree, numbers: Tree, table: Tree, at: Tree) -> Tree:
+        def program(carry: Tree, chunk: Tree, numbers: Tree, table: Tree, at: Tree = None) -> Tree:
             state, outputs = carry
             element, seeds = chunk
             index = numbers[0] + jnp.arange(size, dtype=jnp.int32)
-            first, (bases, columns) = numbers[1], table
+            first, bases = numbers[1], list(numbers[2:])
             own = [a if m else a[0] for a, m in zip(state, mirrored, strict=True)]
             begun = (own, [a[0] for a in outputs])
             inputs = ([a[0] for a in element], index, [a[0] for a in seeds])
 
             def step(carry: Tree, inputs: Tree) -> Tree:
-                return self._step(carry, inputs, list(bases), columns, first, looks)
+                return self._step(carry, inputs, bases, table, first, looks)
+
+            def doubts(state: Sequence[Traced]) -> Traced:
+                return jnp.bool_(False) if looks else self._is_in_doubt(state)
 
             def turn(at: Traced, carry: Tree) -> Tree:
                 one = jax.tree.map(
@@ -262,24 +291,53 @@ class StepProgram:
 
             if how == "scan":
                 (new, left), (codes, records) = lax.scan(step, begun, inputs)
+                in_doubt = doubts(new)
             else:
                 # XLA may round a step alone and one in a loop differently (jax 0.7.0 does where
                 # on_non_finite="skip"): this is a loop, too, of a length that it does not know.
                 reported = (jnp.int32(0), [jnp.float32(0)] * len(self.records))
-                (new, left), (codes, records) = lax.fori_loop(at, at + 1, turn, (begun, reported))
+                begin, end = at[0], at[0] + 1
+                (new, left), (code, records) = lax.fori_loop(begin, end, turn, (begun, reported))
+                codes = code[None]
+                in_doubt = lax.cond(end == at[1], doubts, lambda _: jnp.bool_(False), new)
+            behind = [in_doubt.astype(jnp.int32)[None]]
+            for optimizer in self.applied:
+                i = positions[optimizer.iterations]
+                behind.append((new[i] - own[i]).astype(jnp.int32)[None])
+            report = jnp.concatenate([codes, *behind])
             new = [a if m else a[None] for a, m in zip(new, mirrored, strict=True)]
-            return (new, [a[None] for a in left]), codes, [a[None] for a in records]
+            return (new, [a[None] for a in left]), report, [a[None] for a in records]
 
         of_state = [OfAll if m else OfEach for m in mirrored]
         carry = (of_state, [OfEach] * len(self.outputs.shapes))
+        given = (carry, (OfEach, OfEach), OfAll, OfAll)
         lowered: Callable[..., object] = jax.shard_map(
             program,
             mesh=self._mesh,
-            in_specs=(carry, (OfEach, OfEach), OfAll, OfAll, OfAll),
+            in_specs=given if how == "scan" else (*given, OfAll),
             out_specs=(carry, OfAll, [OfEach] * len(self.records)),
             check_vma=False,
         )
         return lowered
+
+    def _is_in_doubt(self, state: Sequence[Traced]) -> Traced:
+        """Tell whether a value or slot is not finite behind steps that were not checked."""
+        values = dict(zip(self.state, state, strict=True))
+        finite: dict[tuple[int, ...], Traced] = {}  # of one shape together: one pass over them
+        for optimizer, (variables, _) in self.applied.items():
+            settings = optimizer.settings
+            if settings.on_non_finite != "raise" or not keeps_infinities(optimizer):
+                continue
+            for variable in variables:
+                for each in (variable, *(settings.slots.made.get(variable) or ())):
+                    array = values[each]
+                    if is_floating(array.dtype):
+                        own = jnp.isfinite(array)
+                        finite[array.shape] = finite.get(array.shape, True) & own
+        found = jnp.stack([jnp.bool_(True), *(each.all() for each in finite.values())]).all()
+        if not all(self.is_mirrored):
+            found = lax.pmin(found.astype(jnp.int32), AXIS) == 1
+        return ~found
 
     def compiled(self, how: How, size: int, args: Tree, *, looks: bool = False) -> Any:
         """Return the program for chunks of a size, compiled the first time.
@@ -311,52 +369,43 @@ class StepProgram:
 
     def put_each(self, arrays: Sequence[Array]) -> Traced:
         """Put one array on each device, as parts of one."""
-        sharding = NamedSharding(self._mesh, OfEach)
-        devices = self._mesh.devices.flat
-        parts = [
-            jax.device_put(array[None], device)
-            for array, device in zip(arrays, devices, strict=True)
-        ]
-        shape = (self.num_replicas, *arrays[0].shape)
-        return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+        return jax.device_put(np.stack(arrays), NamedSharding(self._mesh, OfEach))
 
-    def given(self, arrays: Sequence[Array]) -> Any:
-        """Return what a program is given of one array for each device."""
-        if self.num_replicas == 1:  # its call puts it where it belongs, which costs far less
-            return arrays[0][None]
-        return self.put_each(arrays)
-
-    def placed(self, args: object) -> Any:
+    def placed(self, args: Tree) -> Any:
         """Put what a program is given on its devices, for many calls."""
-        if self.num_replicas > 1:
-            return args
-        return jax.device_put(args, NamedSharding(self._mesh, OfAll))
+        return jax.tree.map(lambda a: self.put(a) if isinstance(a, np.ndarray) else a, args)
 
-    def inputs(
-        self,
-        arrays: Sequence[Sequence[Array]],
-        size: int,
-        begins: tuple[int, int],
-        seed: int,
-    ) -> tuple[object, ...]:
-        """Return the elements of a chunk with seeds, and numbers of its first step.
+    def inputs(self, elements: Sequence[Array], size: int, first: int, seed: int) -> Tree:
+        """Return the elements of a chunk on their devices, with seeds for its steps.
 
         Args:
-            arrays: The stacked elements, for each replica.
+            elements: A row of stacked elements for each replica.
             size: How many steps fit the chunk.
-            begins: Number of the loop in the strategy, and of the chunk's first step in the loop.
+            first: Number of its first step in the strategy.
             seed: Of the run.
         """
-        elements = [self.given(own) for own in zip(*arrays, strict=True)]
-        first, done = begins
+        ids = range(self.num_replicas)
         seeds = [
-            self.given([
-                _seeds(name, seed, first + done, None if shared else i, size)
-                for i in range(self.num_replicas)
-            ])
+            np.stack([_seeds(name, seed, first, None if shared else i, size) for i in ids])
             for name, shared in self.keys
-        ]  # fmt: skip
-        return (elements, seeds), np.array([done, first], np.int32)
+        ]
+        if self.num_replicas == 1:  # its call puts them where they belong, which costs far less
+            return list(elements), seeds
+        return jax.device_put((list(elements), seeds), NamedSharding(self._mesh, OfEach))
+
+    def report(self, calls: Sequence[tuple[Traced, Sequence[Traced]]]) -> Report:
+        """Read what calls report, and what their steps recorded."""
+        rows = [of_first(row) for row, _ in calls]
+        end = -1 - len(self.applied)
+        behind = np.zeros(-end, np.int32)
+        for row in rows:
+            behind += row[end:]
+        records = [
+            np.concatenate([np.empty(0), *(np.atleast_1d(of_each(own[i])[0]) for _, own in calls)])
+            for i in range(len(self.records))
+        ]
+        codes = np.concatenate([np.empty(0, np.int32), *(row[:end] for row in rows)])
+        return Report(codes, bool(behind[0]), behind[1:].tolist(), records)
 
     def expect(self, num_steps: int, bases: Mapping[Optimizer, int]) -> None:
         """Make the next table already, unless it is a user's function that has to be asked."""
@@ -372,7 +421,7 @@ class StepProgram:
             bases: How many updates each optimizer has made.
 
         Returns:
-            The latter, and the numbers of `prepare`.
+            The numbers of `prepare`, for each optimizer.
         """
         expected, self._expected = self._expected, None
         if expected is not None and expected[0] == _table_key(num_steps, bases):
@@ -385,7 +434,7 @@ class StepProgram:
                 like = self._prepared[optimizer] = prepared_for(optimizer, multipliers, 0)
             begin, count = bases[optimizer], num_steps * times
             tables.append(columns_for(optimizer, multipliers, begin, count, like))
-        return np.array([*bases.values()], np.int32), tables
+        return tables
 
 
 def reference_to(fn: Callable[..., object]) -> Callable[[], Callable[..., object] | None]:
@@ -414,7 +463,8 @@ def _seeds(name: str, seed: int, first: int, replica_id: int | None, size: int) 
 
 def of_first(array: Traced) -> Array:
     """Return what all devices have of an array, as a view of the first's: NumPy's, read-only."""
-    found: Array = np.asarray(array)  # jax keeps the view, so that it is made once
+    is_one = len(array.sharding.device_set) == 1  # of several, jax looks longer than at its part
+    found: Array = np.asarray(array if is_one else array.addressable_data(0))
     return found
 
 

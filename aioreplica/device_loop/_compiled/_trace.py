@@ -26,8 +26,9 @@ from ...optimizers import Optimizer, differentiate_loss, require_loss, sort_by_c
 from ...tree import Tree, flatten, map_leaves, map_nodes, unflatten
 from ...typing import OpName, ReduceOp, VariableAggregation
 from ...values import IndexedSlices, Variable, Weighted
+from ._prepared import Prepared, multipliers_of, prepared_for
 from ._untraceable import without_io
-from ._update import Prepared, apply_traced, multipliers_of, prepared_for, traced_scale
+from ._update import apply_traced, traced_scale
 
 Traced: TypeAlias = jax.Array
 AXIS = "replica"
@@ -70,7 +71,7 @@ class StepTrace:
         index: Traced,
         first: Traced,
         keys: Mapping[tuple[str, bool], Traced] | None = None,
-        table: Mapping[Optimizer, tuple[Traced, list[Prepared], Sequence[Traced]]] | None = None,
+        table: Mapping[Optimizer, tuple[Traced, list[Prepared], Tree]] | None = None,
         *,
         looks: bool = False,
         in_order: bool = True,
@@ -287,7 +288,9 @@ class StepTrace:
             return [first[i] for i in which]
         base, shapes, columns = self._table[optimizer]
         at = self.read(optimizer.iterations) - base
-        found = [lax.dynamic_index_in_dim(column, at, keepdims=False) for column in columns]
+        found = list(
+            jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, at, keepdims=False), columns)
+        )
         rows, used = [], 0
         for each in shapes:
             rows.append(each.restore(found[used : used + len(each.numbers)]))

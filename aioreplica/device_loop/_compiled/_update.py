@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
 from numbers import Integral, Number
-from operator import attrgetter
 from typing import Any, Protocol, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from jax import lax
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
@@ -31,12 +28,10 @@ from ...optimizers import (
     Optimizer,
     ScaledGradient,
     StepSettings,
-    learning_rate_at,
     require_owner,
     working_dtype,
     written,
 )
-from ...tree import flatten, unflatten
 from ...values import IndexedSlices, Variable, Weighted, is_floating
 
 Traced: TypeAlias = jax.Array
@@ -164,141 +159,6 @@ class Buffer(NDArrayOperatorsMixin):
 
     def __repr__(self) -> str:
         return f"<Buffer | {self.dtype}{list(self.shape)}>"
-
-
-# ---- numbers of the host -------------------------------------------------------------------------
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """Numbers that `prepare` gave, and how to put others in their places.
-
-    Attributes:
-        numbers: The floats and ints, in order.
-        restore: Returns the object with as many other numbers.
-        kinds: What is not a number; equal for all steps.
-        names: Names of the numbers, if they are all the fields of a dataclass.
-    """
-
-    numbers: tuple[float, ...]
-    restore: Callable[[Sequence[Any]], Any]
-    kinds: tuple[Any, ...]
-    names: tuple[str, ...] | None = None
-
-
-def taken_apart(prepared: object) -> Prepared:
-    """Find the numbers in what `prepare` gave: in a dataclass, a pytree, or one by itself.
-
-    Raises:
-        TypeError: If there is something else in it that a compiled step cannot take.
-    """
-    if is_dataclass(prepared) and not isinstance(prepared, type):
-        names = [field.name for field in fields(prepared)]
-        inner = taken_apart([getattr(prepared, name) for name in names])
-        are_floats = all(type(getattr(prepared, name)) is float for name in names)
-        return Prepared(
-            inner.numbers,
-            lambda found: replace(prepared, **dict(zip(names, inner.restore(found), strict=True))),
-            (type(prepared), *inner.kinds),
-            tuple(names) if are_floats else None,
-        )
-    leaves, spec = flatten(prepared)
-    where = [i for i, leaf in enumerate(leaves) if _is_number(leaf)]
-    for leaf in leaves:
-        if not _is_number(leaf) and not isinstance(leaf, (bool, str, type(None))):
-            raise TypeError(
-                f"prepare gave {leaf!r} ({type(leaf).__name__}), but a compiled step takes "
-                "numbers, in a dataclass or a pytree, from it."
-            )
-    rest = tuple(leaf for leaf in leaves if not _is_number(leaf))
-
-    def restore(found: Sequence[object]) -> object:
-        new = list(leaves)
-        for i, number in zip(where, found, strict=True):
-            new[i] = number
-        return unflatten(spec, new)
-
-    return Prepared(tuple(leaves[i] for i in where), restore, (spec, *rest))
-
-
-def _is_number(leaf: object) -> bool:
-    return isinstance(leaf, (int, float, np.number)) and not isinstance(leaf, bool)
-
-
-def multipliers_of(
-    optimizer: Optimizer, variables: Sequence[Variable]
-) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Return the different multipliers of the learning rate, and which one each variable has."""
-    of = optimizer.settings.multiplier_of
-    if of is None:
-        return (1.0,), (0,) * len(variables)
-    each = [of(variable) for variable in variables]
-    found = tuple(dict.fromkeys(each))
-    return found, tuple(map(found.index, each))
-
-
-def prepared_for(
-    optimizer: Optimizer, multipliers: Sequence[float], iteration: int
-) -> list[Prepared]:
-    """Call `prepare` for each multiplier of the learning rate at an iteration; on the host."""
-    rate = learning_rate_at(optimizer.settings.learning_rate, iteration)
-    return [taken_apart(optimizer.prepare(rate * each, iteration)) for each in multipliers]
-
-
-def columns_for(
-    optimizer: Optimizer,
-    multipliers: Sequence[float],
-    iteration: int,
-    count: int,
-    first: Sequence[Prepared],
-) -> list[npt.NDArray[Any]]:
-    """Call `prepare` for so many iterations; return an array for each of its numbers.
-
-    Args:
-        optimizer: Whose.
-        multipliers: The different ones of the learning rate.
-        iteration: The first one.
-        count: How many iterations.
-        first: What `prepared_for` gave at iteration 0.
-
-    Raises:
-        ContextError: If it gives numbers in another structure than at iteration 0.
-    """
-    rate = optimizer.settings.learning_rate
-    numbers = range(iteration, iteration + count)
-    columns: list[Sequence[float]] = []
-    prepared = [  # step by step, as steps that are not compiled do
-        optimizer.prepare(at * each, number)
-        for number in numbers
-        for at in (rate if isinstance(rate, float) else learning_rate_at(rate, number),)
-        for each in multipliers
-    ]
-    for i, like in enumerate(first):
-        rows = prepared[i :: len(first)]
-        names = like.names if set(map(type, rows)) == {like.kinds[0]} else None
-        is_alike = names is not None  # if all are floats again, which is looked at below
-        if names is None:
-            is_alike = len(set(map(type, rows))) == 1 and taken_apart(rows[0]).kinds == like.kinds
-        found = [list(map(attrgetter(name), rows)) for name in names] if names else [rows]
-        if not is_alike or any(set(map(type, each)) != {float} for each in found):
-            taken = list(map(taken_apart, rows))
-            for number, each in zip(numbers, taken, strict=True):
-                if each.kinds != like.kinds:
-                    raise ContextError(
-                        f"prepare of {optimizer!r} gives another structure at iteration {number} "
-                        "than at the first, which cannot be compiled."
-                    )
-            found = [list(column) for column in zip(*(each.numbers for each in taken), strict=True)]
-        columns += found
-    arrays = [np.array(column) for column in columns]
-    return [each.astype(jax.dtypes.canonicalize_dtype(each.dtype)) for each in arrays]
-
-
-def finished_after(optimizer: Optimizer, iteration: int) -> Mapping[Variable, Any]:
-    """Return what `finish` gives behind the update before `iteration`; on the host."""
-    rate = learning_rate_at(optimizer.settings.learning_rate, iteration - 1)
-    return optimizer.finish(optimizer.prepare(rate, iteration - 1))
 
 
 # ---- one update ----------------------------------------------------------------------------------

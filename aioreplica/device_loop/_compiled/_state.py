@@ -1,0 +1,157 @@
+"""State that goes from one chunk of compiled steps to the next, and what of it is published."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, final
+
+import jax
+import numpy as np
+
+from ...errors import ContextError
+from ...optimizers import Optimizer
+from ...tree import Array, flatten
+from ...values import Variable
+from ._prepared import finished_after
+from ._program import StepProgram, of_each, of_first
+from ._programs import CompiledSteps
+
+
+@final
+class State:
+    """Values behind the steps so far, on the devices.
+
+    Args:
+        programs: Those of the strategy.
+        program: The one that runs the steps.
+        initial: Outputs to begin with, for each replica.
+
+    Attributes:
+        carry: Values of the variables, and outputs, as the program takes and gives them.
+    """
+
+    def __init__(
+        self,
+        programs: CompiledSteps,
+        program: StepProgram,
+        initial: Sequence[Mapping[str, object]],
+    ) -> None:
+        self._programs = programs
+        self._program = program
+        self._bases = {variable: variable.components for variable in program.state}
+        values = programs.load(program, self._bases)
+        self.carry: Any = (values, _first_outputs(program, initial))
+        self._counts = dict.fromkeys(program.applied, 0)
+
+    @property
+    def is_observed(self) -> bool:
+        """True if an observer is told of what is published."""
+        return any(variable.store.is_observed for variable in self._bases)
+
+    def num_updates(self, num_steps: int = 0) -> dict[Optimizer, int]:
+        """Return how many updates each optimizer will have made, if none of these steps skips.
+
+        Args:
+            num_steps: Steps beyond those so far.
+        """
+        return {
+            optimizer: int(optimizer.iterations.components[0]) + count + times * num_steps
+            for (optimizer, count), (_, times) in zip(
+                self._counts.items(), self._program.applied.values(), strict=True
+            )
+        }
+
+    def move_on(self, carry: object, updates: Sequence[int]) -> None:
+        """Take what is behind further steps, in which the optimizers made so many updates."""
+        self.carry = carry
+        for optimizer, count in zip(self._counts, updates, strict=True):
+            self._counts[optimizer] += int(count)
+
+    def outputs(self) -> list[dict[str, Any]]:
+        """Return the outputs behind the last step, for each replica."""
+        of_replicas = [of_each(array) for array in self.carry[1]]
+        return [
+            self._program.outputs.unflatten([own[i][()] for own in of_replicas])
+            for i in range(self._program.num_replicas)
+        ]
+
+    def write(self, num_steps: int) -> None:
+        """Publish the values behind the last step, as one write that counts as so many.
+
+        Raises:
+            ContextError: If somebody else has written a variable meanwhile.
+        """
+        program = self._program
+        changes: dict[Variable, tuple[Array, ...]] = {}
+        counts: dict[Variable, int] = {}
+        for i, variable in enumerate(program.state):
+            sources = program.written.get(variable)
+            if sources is None:
+                continue
+            array, size = self.carry[0][i], len(self._bases[variable])
+            parts = [of_first(array)] * size if program.is_mirrored[i] else of_each(array)
+            made = {id(part): _published(part, variable) for part in parts}
+            changes[variable] = tuple(made[id(part)] for part in parts)
+            counts[variable] = 0
+            for source in sources:
+                times = 1 if source is None else program.applied[source][1]
+                counts[variable] += num_steps if source is None else self._counts[source] // times
+        for optimizer, count in self._counts.items():
+            if count:
+                iteration = int(optimizer.iterations.components[0]) + count
+                for variable, value in finished_after(optimizer, iteration).items():
+                    new = _published(np.asarray(value), variable)
+                    changes[variable] = (new,) * len(variable.components)
+                    self._bases.setdefault(variable, variable.components)
+        is_done = all(variable.components is self._bases[variable] for variable in changes)
+        for store in dict.fromkeys(variable.store for variable in changes):
+            own = {v: parts for v, parts in changes.items() if v.store is store}
+            is_done = is_done and bool(store.write(own, self._bases, counts=counts))
+        if not is_done:
+            raise _interference(changes, self._bases, num_steps)
+        self._bases.update(changes)  # and not what they hold now: who wrote since is seen
+        self._programs.keep(program, self._bases, self.carry[0])
+        self._counts = dict.fromkeys(self._counts, 0)
+
+    def __repr__(self) -> str:
+        return f"<State | {len(self._bases)} variables>"
+
+
+def _interference(
+    changes: Iterable[Variable], bases: Mapping[Variable, tuple[Array, ...]], num_steps: int
+) -> ContextError:
+    """Return the error of steps that cannot be published any more."""
+    names = [v.name for v in changes if v.components is not bases[v]]
+    return ContextError(
+        f"Variable {', '.join(names) or 'of the step'} was written by something else while "
+        f"{num_steps} compiled steps ran, which began with its old value. These steps were not "
+        "published, and their elements went back to the iterator. Write variables between calls of "
+        "run_steps, or in the step."
+    )
+
+
+def _first_outputs(
+    program: StepProgram, initial: Sequence[Mapping[str, object]]
+) -> list[jax.Array]:
+    """Put the outputs to begin with on the devices; zeros where there is none."""
+    if program.zeros is not None and not any(initial):
+        return program.zeros
+    flat = [
+        [np.asarray(leaf) for value in own.values() for leaf in flatten(value)[0]]
+        for own in initial
+    ]
+    outputs = []
+    for i, shape in enumerate(program.outputs.shapes):
+        each = [np.zeros(shape.shape, shape.dtype)] * program.num_replicas
+        if i < len(flat[0]):
+            each = [own[i].astype(shape.dtype) for own in flat]
+        outputs.append(program.put_each(each))
+    if not any(initial):
+        program.zeros = outputs
+    return outputs
+
+
+def _published(array: Array, variable: Variable) -> Array:
+    new = array.astype(variable.dtype, copy=False)
+    new.flags.writeable = False
+    return new
