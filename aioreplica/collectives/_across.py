@@ -155,10 +155,12 @@ def widen_halves(
     return wide, halves
 
 
-def reduces_to_itself(leaf: Any) -> bool:
-    """Tell whether any reduction of this leaf alone gives the same values in the same dtype."""
+def reduces_to_itself(leaf: Any, op: ReduceOp) -> bool:
+    """Tell whether reducing this leaf alone gives the same values in the same dtype."""
     if type(leaf) is not np.ndarray:
         return False
+    if leaf.dtype.kind in "iu":
+        return op is not ReduceOp.MEAN
     return leaf.dtype.kind in "fc" or half_dtype(leaf) is not None
 
 

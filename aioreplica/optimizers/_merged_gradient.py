@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, repeat
 from typing import Any, final
 
 import numpy as np
@@ -443,7 +443,7 @@ async def _sum_here(
         if isinstance(column[0], Weighted)
     ]
     rows = [[summand_of(part) for part in row] for row in zip(*columns, strict=True)]
-    if len(rows) == 1 and all(map(reduces_to_itself, rows[0])):
+    if len(rows) == 1 and all(map(reduces_to_itself, rows[0], repeat(ReduceOp.SUM))):
         return rows[0], weights, {}, True
     wide, halves = widen_halves(ReduceOp.SUM, rows)
     with np.errstate(all="ignore"):

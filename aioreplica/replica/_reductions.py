@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, TypeAlias, final
 
@@ -249,8 +250,9 @@ class Reducing(Collective):
         rows = [call.args[0] for call in calls]
         options = argument.options
         is_plain = options is None or options.compression is None
-        if is_plain and len(rows) == 1 and all(map(reduces_to_itself, rows[0])):
-            found = reduce_across(turn, argument.op, rows[0], are_lent=True, is_last=True)
+        op = argument.op
+        if is_plain and len(rows) == 1 and all(map(reduces_to_itself, rows[0], repeat(op))):
+            found = reduce_across(turn, op, rows[0], are_lent=True, is_last=True)
         else:
             wide, halves = widen_halves(argument.op, rows)
             forms = None if halves else calls[0].args[2]

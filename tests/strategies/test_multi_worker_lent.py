@@ -10,10 +10,10 @@ import pytest
 
 import aioreplica as ar
 import aioreplica.testing as art
-from aioreplica.collectives import Summands
+from aioreplica.collectives import Reducer, Summands
 from aioreplica.replica._meeting_point import MeetingPoint
 from aioreplica.strategies import MultiWorkerMirroredStrategy
-from tests.strategies.workers import outcomes, strategies
+from tests.strategies.workers import on_workers, outcomes, strategies
 
 
 def me() -> ar.ReplicaContext:
@@ -96,3 +96,39 @@ def test_writes_of_a_cancelled_step_do_not_reach_the_others(
         assert np.unique(results[0]).tolist() == [2.0]
 
     art.explore(main, schedules=20).check()
+
+
+@pytest.mark.parametrize("op", ["sum", "min", "max"])
+def test_integers_beside_a_large_array_cost_no_copy_of_it(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one replica brings goes to the others as it is; only a mean makes floats of integers."""
+    reduced = []
+    reduce = Reducer.reduce
+
+    def counted(self: Reducer, op: Any, rows: Any, *args: Any) -> Any:
+        reduced.append([leaf.dtype.name for leaf in rows[0]])
+        return reduce(self, op, rows, *args)
+
+    monkeypatch.setattr(Reducer, "reduce", counted)
+
+    async def step(rank: int) -> Any:
+        value = [np.full(50_000, rank + 1.0), np.int64([rank, 2]), np.uint8([3])]
+        return await me().all_reduce(op, value), await me().all_reduce("mean", value[1])
+
+    async def program(strategy: MultiWorkerMirroredStrategy) -> Any:
+        workers = strategy._runtime.workers
+        assert workers is not None
+        return strategy.local_results(await strategy.run(step, (workers.rank,)))[0]
+
+    results = asyncio.run(on_workers(2, 1, program))
+
+    first, counts, last, half = {
+        "sum": (3.0, [1, 4], 6, 0.5), "min": (1.0, [0, 2], 3, 0.5), "max": (2.0, [1, 2], 3, 0.5)
+    }[op]  # fmt: skip
+    for values, mean in results:
+        assert np.unique(values[0]).tolist() == [first]
+        assert [value.tolist() for value in values[1:]] == [counts, [last]]
+        assert [value.dtype.name for value in values] == ["float64", "int64", "uint8"]
+        assert mean.tolist() == [half, 2.0]
+    assert reduced == [["int64"]] * 2
