@@ -299,27 +299,46 @@ class _Search:
         num_failed: Copies that have failed.
         failed: The last ones, whose processes get no other one before `due`.
         due: The turn at which they may.
+        num_lost: Those whose processes were lost.
     """
 
     def __init__(self) -> None:
-        self.num_failed = self.due = self._num_pauses = 0
+        self.num_failed = self.due = self.num_lost = self._num_pauses = self._failed_at = 0
         self.failed: list[StateHandle] = []
 
-    def begin(self, turn: int) -> None:
-        """Forget processes that have gone, and all of them at the end of their pause."""
-        self.failed = [each for each in self.failed if not each.is_lost]
+    def begin(self, turn: int) -> bool:
+        """Forget processes that have gone, and all of them at the end of their pause.
+
+        Returns:
+            False in a pause after processes were lost: one that comes may be the same again.
+        """
+        self._forget_gone()
+        if self.num_lost and turn < self._failed_at + 2 ** min(self.num_lost - 1, MAX_DOUBLINGS):
+            return False
         if not self.failed:
             self._num_pauses = 0
         elif turn >= self.due:
             self.failed = []
+        return True
 
     def has_failed(self, copy: StateHandle, turn: int) -> None:
-        """Learn that a copy has failed; one that was lost tells nothing of another process."""
+        """Learn that a copy has failed; whether its process was lost may be known later."""
         self.num_failed += 1
+        self._failed_at = turn
         if not copy.is_lost:
             self._num_pauses += not self.failed
-            self.failed.append(copy)
             self.due = turn + 2 ** min(self._num_pauses, MAX_DOUBLINGS)
+        self.failed.append(copy)
+        self._forget_gone()
+
+    def _forget_gone(self) -> None:
+        living = [each for each in self.failed if not each.is_lost]
+        self.num_lost += len(self.failed) - len(living)
+        self.failed = living
+
+    def __str__(self) -> str:
+        lost = f", {self.num_lost} of them with their processes" if self.num_lost else ""
+        return f"({self.num_failed} have failed{lost})"
 
 
 @final
@@ -434,7 +453,8 @@ class Copies:
             WorkerLostError: If it is lost.
         """
         search = self._alone.get(server) or _Search()
-        search.begin(self._turn)
+        if not search.begin(self._turn):
+            return
         copy: StateHandle | None = None
         try:
             copy = await self._make(server, [primary, *search.failed])
@@ -456,7 +476,7 @@ class Copies:
             LOGGER.warning(
                 "Parameter server %d has no copy: %s Another one is made as soon as there is a "
                 "process with the resource PS for it%s; a loss of this one loses its variables.",
-                server, why, "" if copy is None else f" ({search.num_failed} have failed)",
+                server, why, "" if copy is None else f" {search}",
             )  # fmt: skip
         self._alone[server] = search
         if self._looking is None or self._looking.is_done:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 import aioreplica as ar
 from aioreplica.errors import ContextError, WorkerLostError
 from aioreplica.strategies.parameter_server import _copies
-from aioreplica.strategies.parameter_server._copies import CopiedServer
+from aioreplica.strategies.parameter_server._copies import CopiedServer, _Search
 
 from .opening import until
 from .test_copies import lose, opened
@@ -138,7 +139,7 @@ async def test_another_process_is_tried_at_once(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.asyncio
-async def test_a_copy_whose_process_was_lost_makes_no_pause_longer(
+async def test_copies_whose_processes_are_lost_are_tried_ever_later(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened() as (strategy, _):
@@ -153,7 +154,19 @@ async def test_a_copy_whose_process_was_lost_makes_no_pause_longer(
         tries = Tries(monkeypatch, strategy, lose_process)
         strategy.engine.lose_server(1)
         await until(lambda: len(tries.found) == 5 and not strategy.servers.copies._alone)
-        assert tries.found == [(turn, 1) for turn in range(5)]
+        assert tries.found == [(turn, 1) for turn in (0, 1, 3, 7, 15)]
         assert caplog.text.count("Its process was lost.") == 4
+        assert "(4 have failed, 4 of them with their processes)" in caplog.text
         await lose(strategy, 0)
         assert await counter.read() == 1
+
+
+def test_a_loss_that_is_told_later_makes_pauses_longer_too() -> None:
+    search, turns = _Search(), []
+    for turn in range(16):
+        if search.begin(turn):
+            turns.append(turn)
+            copy: Any = SimpleNamespace(is_lost=False)
+            search.has_failed(copy, turn)
+            copy.is_lost = True
+    assert turns == [0, 1, 3, 7, 15]
