@@ -30,20 +30,40 @@ class DaskHost:
         factory, args = pickle.loads(data)
         self._state = factory(*args)
 
-    def call(self, method: str, args: tuple[Any, ...]) -> tuple[Any, Exception | None]:
+    def call(self, call: _Call) -> _Answer:
         """Return the result of a method, or what it raised."""
         try:
-            arrived = [a.arrived() if isinstance(a, _SentHandle) else a for a in args]
-            return getattr(self._state, method)(*arrived), None
+            arrived = [a.arrived() if isinstance(a, _SentHandle) else a for a in call.args]
+            return _Answer(getattr(self._state, call.method)(*arrived))
         except Exception as error:  # noqa: BLE001 - raised by the caller
-            return None, error
+            return _Answer(error=error)
 
-    async def wait(self, method: str, args: tuple[Any, ...]) -> tuple[object, Exception | None]:
+    async def wait(self, call: _Call) -> _Answer:
         """Do the same with a method that returns a future, beside `call`."""
         try:
-            return await asyncio.wrap_future(getattr(self._state, method)(*args)), None
+            return _Answer(await asyncio.wrap_future(getattr(self._state, call.method)(*call.args)))
         except Exception as error:  # noqa: BLE001 - raised by the caller
-            return None, error
+            return _Answer(error=error)
+
+
+@final
+class _Call(NamedTuple):
+    """A call on its way to a state.
+
+    It and its answer are classes of their own, as Dask takes plain tuples and lists apart and
+    serializes each part by itself, which takes as long again.
+    """
+
+    method: str
+    args: tuple[Any, ...]
+
+
+@final
+class _Answer(NamedTuple):
+    """Result of a call, or what it raised."""
+
+    result: Any = None
+    error: Exception | None = None
 
 
 @final
@@ -127,7 +147,7 @@ class DaskState(StateHandle):
 
     def _pending(self, method: str, args: tuple[Any, ...], is_wait: bool) -> Any:
         sent = tuple(each._sent if isinstance(each, DaskState) else each for each in args)
-        return (self._actor.wait if is_wait else self._actor.call)(method, sent)
+        return (self._actor.wait if is_wait else self._actor.call)(_Call(method, sent))
 
     def begin(self, method: str, *args: Any, is_wait: bool = False) -> Callable[[], Any]:
         try:
