@@ -1,5 +1,6 @@
 """Context of compiled steps: collectives, keys, records and assignments, as in eager ones."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,34 @@ def everything(ctx: ar.MultiStepContext, x: Any) -> None:
     replica.barrier()
     for name, value in outputs.items():
         ctx.set_last_step_output(name, value)
+
+
+@pytest.mark.parametrize("aggregation", ["mean", "sum", "only_first_replica"])
+async def test_integers_are_assigned_exactly(aggregation: Any) -> None:
+    parts = np.array([
+        [2**24 + 1, 2**31 - 1, -(2**31), 0, 1, -1, 2, 7],
+        [2**24 + 1, 2**31 - 1, -(2**31), 1, 2, -2, 2, 8],
+    ], np.int32)  # fmt: skip
+    if aggregation == "sum":
+        parts[:, 1:3] //= 2
+    found = []
+    for options in ({}, {"compile": "jax"}):
+        async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+            with strategy.scope():
+                make = partial(ar.Variable, trainable=False, aggregation=aggregation)
+                count = make(np.int32(2**24 if aggregation != "sum" else 1))
+                value = make(np.zeros(8, np.int32))
+
+            def step(ctx: ar.MultiStepContext, x: Any, count: Any = count, v: Any = value) -> None:
+                count.blocking.assign(count.value + 1)
+                v.blocking.assign(x)
+
+            iterator = iter([ar.PerReplica(list(parts))] * 3)
+            await strategy.run_steps(step, iterator, 3, **options)
+            found.append([int(count.value), *map(int, value.value)])
+
+    assert found[1] == found[0]
+    assert aggregation == "sum" or found[1][0] == 2**24 + 3
 
 
 @pytest.mark.parametrize(

@@ -180,8 +180,8 @@ class StepTrace:
             )
         if variable.is_mirrored and not self.strategy.has_plain_values:
             new = self._aggregated(variable, verb, new)
-        if variable.dtype.kind in "iu":
-            new = jnp.rint(new).astype(old.dtype)
+        if variable.dtype.kind in "iu" and new.dtype.kind == "f":  # of integers it gives floats
+            new = jnp.rint(new)
         new = new.astype(old.dtype)
         if verb != "assign":
             new = old + new if verb == "assign_add" else old - new
@@ -196,8 +196,20 @@ class StepTrace:
             )
         if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return self.first([new])[0]
-        is_mean = variable.aggregation is VariableAggregation.MEAN
-        return (self.mean if is_mean else self.sum)([new])[0]
+        if variable.aggregation is not VariableAggregation.MEAN:
+            return self.sum([new])[0]
+        if variable.dtype.kind in "iu" and new.dtype.kind in "iu":
+            return self._whole_mean(new)
+        return self.mean([new])[0]
+
+    def _whole_mean(self, part: Traced) -> Traced:
+        """Average integers to the nearest one, even between two; exact, and no sum wraps."""
+        count = self.num_replicas
+        wide = part.astype(jnp.int32) if part.dtype.itemsize < 4 else part
+        quotient, rest = self.sum([wide // count, wide % count])
+        whole, rest = quotient + rest // count, rest % count
+        is_odd = whole % 2 == 1
+        return whole + jnp.where(2 * rest + is_odd > count, 1, 0).astype(whole.dtype)
 
     # ---- other replicas ------------------------------------------------------------------
 
