@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from contextvars import copy_context
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -263,10 +263,14 @@ def new_modules(known: Mapping[str, object] | None = None) -> list[ModuleType]:
         known = REGISTRY.once("testing_imported", dict)
     return [
         module
-        for name, module in tuple(sys.modules.items())
-        if type(module) is ModuleType
+        for name, module in tuple(sys.modules.items())  # twice a schedule: what is most first
+        if name not in known
+        and not _is_never_patched(name)
+        and type(module) is ModuleType
         and module.__name__ == name
-        and name not in known
-        and name.partition(".")[0] not in STANDARD
-        and not name.startswith(OWN)
     ]
+
+
+@cache
+def _is_never_patched(name: str) -> bool:
+    return name.partition(".")[0] in STANDARD or name.startswith(OWN)

@@ -546,7 +546,7 @@ async def trained(files: SimulatedFiles, num_steps: int) -> dict[str, Any]:
         await strategy.aclose()
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_a_training_stopped_at_any_await_goes_on_to_the_same_bits() -> None:
     """Saved in the background or when it was told to stop, and also behind its last step."""
     whole = asyncio.run(trained(SimulatedFiles(), 6))

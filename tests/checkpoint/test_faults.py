@@ -178,7 +178,7 @@ def test_a_save_cancelled_before_its_manifest_leaves_no_files() -> None:
 @pytest.mark.parametrize(
     ("step", "max_to_keep"),
     [
-        pytest.param(2, 1, id="another step, the old one removed"),
+        pytest.param(2, 1, id="another step, the old one removed", marks=pytest.mark.xslow),
         pytest.param(1, 3, id="the same step, the old one kept"),
         pytest.param(2, 3, id="another step, the old one kept", marks=pytest.mark.xslow),
         pytest.param(1, 1, id="the same step, the old one removed", marks=pytest.mark.xslow),

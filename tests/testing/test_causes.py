@@ -117,7 +117,7 @@ def test_a_deadlock_beside_a_timer_is_a_deadlock() -> None:
         art.replay(waits_for_ever_beside_a_timer, failure.token)
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_a_timer_that_reschedules_itself_takes_memory_in_proportion() -> None:
     tracemalloc.start()
     try:

@@ -223,10 +223,10 @@ async def polls_until_timers_have_fired(num_timers: int) -> None:
 @pytest.mark.parametrize(
     ("fidelity", "num_timers"),
     [
-        ("asyncio", 3),
-        ("reorder", 40),
         ("adversarial", 3),
+        pytest.param("asyncio", 3, marks=pytest.mark.xslow),
         pytest.param("asyncio", 40, marks=pytest.mark.xslow),
+        pytest.param("reorder", 40, marks=pytest.mark.xslow),
         pytest.param("reorder", 3, marks=pytest.mark.xslow),
         pytest.param("adversarial", 40, marks=pytest.mark.xslow),
     ],

@@ -155,7 +155,7 @@ def test_that_fails_by_itself():
 
 
 OPTIONS = [
-    pytest.param((), marks=pytest.mark.slow),
+    pytest.param((), marks=pytest.mark.xslow),
     pytest.param(("-W", "ignore"), marks=pytest.mark.xslow),
     pytest.param(("-W", "error::RuntimeWarning"), marks=pytest.mark.xslow),
 ]
