@@ -346,9 +346,11 @@ class ClosureRunner:
             self.fail(error)
         for task in tuple(self._ends):
             await task.ended()
-        left = [closure.submission for closure in self.queue.with_workers() if closure.submission]
-        if is_for_good:
-            await self._strategy.engine.cancel(left)
+        held = [closure for closure in self.queue.with_workers() if closure.submission]
+        left = [closure.submission for closure in held if closure.submission]
+        if is_for_good:  # what runs keeps its place, for who opens the coordinator again
+            waiting = [c.submission for c in held if c.submission and c.began_s is None]
+            await self._strategy.engine.cancel(waiting)
         self.is_open = False
         if self._watch is not None:
             self._watch.end()

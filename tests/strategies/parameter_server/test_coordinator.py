@@ -1,4 +1,4 @@
-"""Who waits for room in the queue, beside others who take none after all."""
+"""Who waits for room in the queue, and what a coordinator knows that is opened again."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from tests.parameter_server.coordinating import Gate, coordinating, hold, identity
 from tests.sequencer import idle
+from tests.strategies.parameter_server.opening import UNDER_WAY
 
 MANY = 40
 """More than there are moments at which room is given away while the queue empties."""
@@ -31,3 +32,18 @@ async def test_room_that_a_schedule_does_not_take_goes_to_the_next_one() -> None
         errors = await asyncio.gather(*bad, return_exceptions=True)
         assert {type(error) for error in errors} == {TypeError}
         assert await (await good).fetch() == 7
+
+
+@pytest.mark.asyncio
+async def test_what_still_runs_keeps_its_place_when_the_coordinator_is_opened_again() -> None:
+    gate = Gate()
+    async with coordinating(num_workers=1) as (_, coordinator):
+        await coordinator.schedule(hold, (gate,))
+        await gate.reached()
+        await coordinator.aclose()
+        async with coordinator:
+            remotes = [await coordinator.schedule(identity, (i,)) for i in range(UNDER_WAY)]
+            await idle()
+            assert coordinator.statistics().queue_depth == 1  # as one place is taken
+            gate.open()
+            assert await coordinator.fetch(remotes) == [*range(UNDER_WAY)]
