@@ -197,6 +197,32 @@ async def test_a_variable_written_meanwhile_is_not_overwritten(pair: ar.Strategy
     assert w.version == 2
 
 
+async def test_a_variable_that_steps_only_read_is_not_taken_for_its_old_value(
+    pair: ar.Strategy,
+) -> None:
+    with pair.scope():
+        total = ar.Variable(np.float32(0), trainable=False, aggregation="mean")
+        rate = ar.Variable(np.float32(1), trainable=False, aggregation="mean", name="rate")
+
+    def step(ctx: ar.MultiStepContext, x: Any, y: Any) -> None:
+        total.blocking.assign_add(rate.value * 2)
+
+    def raise_rate(number: int) -> None:
+        if total.version == 2:
+            hundred = np.asarray(np.float32(100))
+            rate.store.write({rate: (hundred, hundred)})
+
+    iterator = iter(elements(pair, 12))
+    remove = pair.observers.add(ar.telemetry.Observer(write_published=raise_rate))
+    with pytest.raises(ContextError, match="Variable rate was written by something else"):
+        await pair.run_steps(step, iterator, 12, compile="jax", every=2)
+    remove()
+
+    assert (float(total.value), total.version) == (4.0, 2)
+    await pair.run_steps(step, iterator, 10, compile="jax", every=2)
+    assert (float(total.value), total.version) == (2004.0, 12)
+
+
 async def test_steps_are_published_though_the_next_ones_cannot_begin(pair: ar.Strategy) -> None:
     """They would be while those run; here the numbers of their updates are missing."""
 

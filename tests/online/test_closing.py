@@ -350,6 +350,7 @@ async def test_a_promotion_that_waits_holds_up_no_closing(
 
 
 @pytest.mark.asyncio
+@pytest.mark.filterwarnings("ignore:The model 'b' was closed after 0.1 s")  # at the end, if so
 async def test_a_model_whose_promotion_is_being_written_is_not_closed(folder: Path) -> None:
     disk, begun, go = Failing(), threading.Event(), threading.Event()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import jax
@@ -79,7 +79,7 @@ class State:
         """Publish the values behind the last step, as one write that counts as so many.
 
         Raises:
-            ContextError: If somebody else has written a variable meanwhile.
+            ContextError: If somebody else has written a variable meanwhile, be it only read here.
         """
         program = self._program
         changes: dict[Variable, tuple[Array, ...]] = {}
@@ -103,12 +103,12 @@ class State:
                     new = _published(np.asarray(value), variable)
                     changes[variable] = (new,) * len(variable.components)
                     self._bases.setdefault(variable, variable.components)
-        is_done = all(variable.components is self._bases[variable] for variable in changes)
+        is_done = all(variable.components is base for variable, base in self._bases.items())
         for store in dict.fromkeys(variable.store for variable in changes):
             own = {v: parts for v, parts in changes.items() if v.store is store}
             is_done = is_done and bool(store.write(own, self._bases, counts=counts))
         if not is_done:
-            raise _interference(changes, self._bases, num_steps)
+            raise _interference(self._bases, num_steps)
         self._bases.update(changes)  # and not what they hold now: who wrote since is seen
         self._programs.keep(program, self._bases, self.carry[0])
         self._counts = dict.fromkeys(self._counts, 0)
@@ -117,11 +117,9 @@ class State:
         return f"<State | {len(self._bases)} variables>"
 
 
-def _interference(
-    changes: Iterable[Variable], bases: Mapping[Variable, tuple[Array, ...]], num_steps: int
-) -> ContextError:
+def _interference(bases: Mapping[Variable, tuple[Array, ...]], num_steps: int) -> ContextError:
     """Return the error of steps that cannot be published any more."""
-    names = [v.name for v in changes if v.components is not bases[v]]
+    names = [variable.name for variable, base in bases.items() if variable.components is not base]
     return ContextError(
         f"Variable {', '.join(names) or 'of the step'} was written by something else while "
         f"{num_steps} compiled steps ran, which began with its old value. These steps were not "
