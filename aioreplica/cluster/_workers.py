@@ -27,7 +27,7 @@ from ..collectives import (
     reduce_across,
     widen_halves,
 )
-from ..context import PLACE
+from ..context import AWAITED_BY, PLACE
 from ..devices import OwnedTask, is_ctrl_c
 from ..errors import ContextError, LoopMismatchError, ReplicaRow, WorkerLostError
 from ..replica import STARTED_ALL_REDUCE, Generation, Pending
@@ -81,6 +81,7 @@ class Workers:
         self._given = given
         self._communicator: Communicator | None = None
         self._queue_of_runs: asyncio.Lock | None = None
+        self._running: WorkersRun | None = None
         self.queue: deque[Exchange[Any]] = deque()
         self._next_run = 0
         self._has_greeted = False
@@ -120,6 +121,9 @@ class Workers:
             function: Name of the step function.
             step: Number of the step, for errors.
 
+        Raises:
+            ContextError: If the run in progress waits for the caller.
+
         Cancellation:
             Tells the other workers, once the run has begun.
         """
@@ -129,6 +133,7 @@ class Workers:
                 f"{function} was to run in a merge function of {self._label}, whose run it would "
                 "wait for. Call it outside the step."
             )
+        _require_not_awaited(self._running, function)
         if self._queue_of_runs is None:
             self._queue_of_runs = asyncio.Lock()
         num_closed = self._num_closed
@@ -138,7 +143,7 @@ class Workers:
                     f"{self._label} was closed while {function} waited for the runs before."
                 )
             self.raise_if_broken()
-            run = WorkersRun(self, function, step)
+            self._running = run = WorkersRun(self, function, step)
             try:
                 yield run
             except BaseException as error:
@@ -146,6 +151,7 @@ class Workers:
                 raise
             finally:
                 run.is_over = True
+                self._running = None
 
     @asynccontextmanager
     async def operation(self, what: str, signature: str) -> AsyncIterator[Turn]:
@@ -314,10 +320,12 @@ class Workers:
         Waits for the run in progress to end. Ranks keep their order and close up.
 
         Raises:
-            ContextError: If no worker was lost, or the engine cannot go on without one.
+            ContextError: If no worker was lost, the engine cannot go on without one, or the run in
+                progress waits for the caller.
             StallError: If not all workers that are left came before the timeout.
             WorkerLostError: If another worker was lost meanwhile, or it is this one that is gone.
         """
+        _require_not_awaited(self._running, "shrink")
         if self._queue_of_runs is None:
             self._queue_of_runs = asyncio.Lock()
         async with self._queue_of_runs:
@@ -536,6 +544,21 @@ def cause_of(error: BaseException) -> str:
         return "KeyboardInterrupt"
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _require_not_awaited(run: WorkersRun | None, what: str) -> None:
+    """Check that what waits for the end of a run is not what that run waits for.
+
+    Raises:
+        ContextError: If it is.
+    """
+    if run is not None and run in AWAITED_BY.get():
+        raise ContextError(
+            f"{what!r} has to meet the other workers, but was called by what the device loop of "
+            f"{run.function} waits for: its iterator, or an outside function. It would wait for "
+            "that loop, and the loop for it. Pass aiter(batches) itself to run_steps, and change "
+            "batches in the dataset or in the step; read metrics and variables between loops."
+        )
 
 
 def _told(what: str) -> Callable[[], tuple[str, str]]:

@@ -1,6 +1,7 @@
 """Context of running code: the context variables, and the one registry of the process."""
 
 from .._export import export_public
+from ._place import AWAITED_BY as AWAITED_BY
 from ._place import BESIDE as BESIDE
 from ._place import CARRIER as CARRIER
 from ._place import CLOSURE as CLOSURE

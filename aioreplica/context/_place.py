@@ -260,6 +260,11 @@ LOOP: ContextVar[LoopStep | None] = ContextVar("aioreplica_loop", default=None)
 """The step of a device loop that runs here (see device_loop)."""
 
 
+AWAITED_BY: ContextVar[tuple[object, ...]] = ContextVar("aioreplica_awaited_by", default=())
+"""Runs of several workers that wait for what runs here: a device loop for its infeed and outside
+functions. The loops around it come first."""
+
+
 INLINE_STEP: ContextVar[int | None] = ContextVar("aioreplica_inline_step", default=None)
 """How many bytes an optimizer's step may read and write on the event loop; None for as many as are
 done soonest there. A service that answers meanwhile sets fewer."""

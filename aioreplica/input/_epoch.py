@@ -182,7 +182,7 @@ class Epoch:
             self._num_agreed -= 1
             return item
         asking, self._asking = self._asking, None
-        if asking is None:
+        if asking is None or _was_refused(asking):
             num_left = 0 if item is None else max(1, (self.num_batches or 0) - self._num_read)
             asking = OwnedTask(self.go_on(num_left), f"aioreplica input: {self.name}")
             asking.when_done(lambda _error: None)
@@ -196,7 +196,12 @@ class Epoch:
         finally:
             self.is_waiting = False
         # An answer may be good for several batches, which then come without asking.
-        num_agreed = asking.task.result()
+        try:
+            num_agreed = asking.task.result()
+        except BaseException:
+            if item is not None:
+                self._put_back.appendleft(item)  # it was not given
+            raise
         if not num_agreed:
             return None
         self._num_agreed = num_agreed - 1
@@ -320,6 +325,12 @@ class Epoch:
 
     def __repr__(self) -> str:
         return f"<Epoch {self.name} | {'over' if self.is_over else 'open'}>"
+
+
+def _was_refused(asking: OwnedTask[int]) -> bool:
+    """Return True if a question that nobody waited for any more was never sent."""
+    task = asking.task
+    return task.done() and not task.cancelled() and isinstance(task.exception(), ContextError)
 
 
 def _is_cancellation(error: BaseException) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from .._functions import is_async, refuse_context_passed, require_no_yield
 from ..collectives import no_data
-from ..context import PLACE, LoopStep
+from ..context import AWAITED_BY, PLACE, LoopStep
 from ..device_loop import (
     Feeder,
     Infeed,
@@ -293,8 +293,14 @@ async def _run(
     group.point.on_abort.append(infeed.abort)
     run.runtime.lifecycle.started(group)
     try:
-        feeder.start()  # first: if there is no thread for it, no program waits for its elements
-        run.start_programs(programs)
+        across = group.point.everyone.across
+        token = None if across is None else AWAITED_BY.set((*AWAITED_BY.get(), across))
+        try:
+            feeder.start()  # first: if there is no thread for it, no program waits for its elements
+            run.start_programs(programs)
+        finally:
+            if token is not None:
+                AWAITED_BY.reset(token)
         await group.wait(plan.options.stall_timeout)
         if infeed.num_waiting:  # another worker has no more elements
             infeed.abort()

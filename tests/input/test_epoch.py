@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from aioreplica.errors import ContextError
 from aioreplica.input._epoch import Epoch
 from aioreplica.input._source import Item
 from tests.sequencer import idle
@@ -72,6 +73,29 @@ async def test_workers_are_asked_again_when_as_many_as_agreed_were_given(agreed:
 
     assert await rest(epoch) == [*range(min(agreed, 5))]
     assert asked == [5, 0 if agreed >= 5 else 5 - agreed]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_batch_is_kept_when_the_question_is_refused(is_cancelled: bool) -> None:
+    """And nobody is told of that later, if nobody waited for it any more."""
+    epoch, asked = epoch_of(2), []
+
+    async def go_on(num_left: int) -> int:
+        asked.append(num_left)
+        if len(asked) == 1:
+            if is_cancelled:
+                waiting.cancel()
+            raise ContextError("not now")
+        return num_left
+
+    epoch.go_on, epoch.num_batches = go_on, 2
+    waiting = asyncio.ensure_future(epoch.next())
+    with pytest.raises(asyncio.CancelledError if is_cancelled else ContextError):
+        await waiting
+
+    assert await rest(epoch) == [0, 1]
+    assert asked == [2, 2, 0]
 
 
 @pytest.mark.asyncio

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
-from aioreplica.errors import MergeMismatchError, WorkerLostError
+from aioreplica.errors import ContextError, MergeMismatchError, WorkerLostError
 from aioreplica.strategies import MultiWorkerMirroredStrategy
 from tests.sequencer import idle
 from tests.strategies.test_multi_worker_shrink import lose
@@ -395,6 +395,53 @@ async def test_survivors_of_a_worker_lost_in_a_loop_go_on_with_what_they_have_re
 
     results = await outcomes(strategies(3, 1), [program] * 3)
     assert results[:2] == [(2, 15.0)] * 2
+
+
+# ---- what a loop waits for -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["batches", "read_var", "outside"])
+async def test_what_a_loop_waits_for_cannot_wait_for_it(kind: str) -> None:
+    """No batch of the dataset is lost by that, and a task that meets the others behind it may."""
+
+    async def program(strategy: Strategy) -> Any:
+        with strategy.scope():
+            count = ar.Variable(0.0, synchronization="on_read", aggregation="sum")
+
+        async def read() -> Any:
+            return await strategy.extended.read_var(count)
+
+        async def given(batches: Any) -> AsyncIterator[Any]:
+            if kind == "batches":
+                async for batch in batches:
+                    yield batch
+            else:
+                yield 1.0
+                if kind == "read_var":
+                    await read()
+                yield 2.0
+
+        def step(ctx: Any, x: Any) -> None:
+            me().blocking.barrier()
+            if kind == "outside":
+                ar.outside_compilation(anext, iterator)
+
+        async with strategy.distribute_datasets_from_function(lambda _: Numbers(3)) as batches:
+            iterator = aiter(batches)
+            first = strategy.local_results(await anext(iterator))
+            elements = given(iterator)
+            loop = asyncio.create_task(strategy.run_steps(step, elements, 2))
+            later = asyncio.create_task(read())
+            with pytest.raises((ContextError, WorkerLostError), match="has to meet the") as caught:
+                await loop
+            failed.add(caught.type)
+            await elements.aclose()
+            rest = [float(strategy.local_results(batch)[0][0]) async for batch in iterator]
+            return float(first[0][0]), rest, float(await later)
+
+    failed = set[type]()
+    assert await on_workers(2, 1, program) == [(0.0, [1.0, 2.0], 0.0)] * 2
+    assert ContextError in failed
 
 
 # ---- differences ---------------------------------------------------------------------------------
