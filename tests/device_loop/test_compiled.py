@@ -23,6 +23,25 @@ from tests.device_loop.compiled_steps import adam, elements, ended, model  # noq
 pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio, pytest.mark.slow]
 
 
+class Bounded(ar.optimizers.Optimizer):
+    """Adds what it is given to a value, and bounds the sum."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0, ())
+
+    def new_slot(self, name: str, variable: ar.Variable) -> Any:
+        raise AssertionError
+
+    def prepare(self, learning_rate: float, iteration: int) -> float:
+        return learning_rate
+
+    def update(self, prepared: float, value: Any, gradient: Any, slots: Any) -> Any:
+        return np.clip(value + prepared * gradient, -1, 1), {}
+
+    def finish(self, prepared: float) -> dict[ar.Variable, Any]:
+        return {}
+
+
 async def test_it_trains_like_the_eager_step(strategy: ar.Strategy) -> None:
     eager, compiled = await ended(strategy, 7), await ended(strategy, 7, compile="jax")
 
@@ -147,6 +166,63 @@ async def test_a_slot_that_overflows_ends_the_run_though_values_are_finite(
 
     assert np.isfinite(w.value).all()
     assert (w.version, int(optimizer.iterations.value)) == (3, 3)
+
+
+def clipped(w: Any) -> Any:
+    return np.clip(w, -1, 1)
+
+
+@pytest.mark.parametrize("scans", [True, False])
+@pytest.mark.parametrize("bound", ["constraint", "assign", "other optimizer"])
+async def test_what_is_not_finite_ends_the_run_though_the_step_bounds_it(
+    pair: ar.Strategy, bound: str, scans: bool
+) -> None:
+    async def left(**options: Any) -> tuple[Any, ...]:
+        with pair.scope():
+            constraint = clipped if bound == "constraint" else None
+            w = ar.Variable(
+                np.zeros(2, np.float32), aggregation="only_first_replica", constraint=constraint
+            )
+            first, second = ar.optimizers.SGD(0.1), Bounded()
+
+        def step(ctx: ar.MultiStepContext, x: Any) -> None:
+            first.blocking.apply_gradients([(x, w)])
+            if bound == "assign":
+                w.blocking.assign(jax.numpy.clip(w.value, -1, 1))
+            elif bound == "other optimizer":
+                second.blocking.apply_gradients([(np.ones(2, np.float32), w)])
+
+        values = [np.float32([np.inf if i == 2 else 0.1, 0.1]) for i in range(5)]
+        batches = [(ar.PerReplica([x] * 2),) for x in values]
+        with (
+            mock.patch.object(Trial, "prefers_scan", return_value=scans),
+            pytest.raises(NonFiniteError, match="The gradient of"),
+        ):
+            await pair.run_steps(step, iter(batches), 5, **options)
+        return w.value.copy(), w.version, int(first.iterations.value)
+
+    eager, compiled = await left(), await left(compile="jax")
+
+    np.testing.assert_allclose(compiled[0], eager[0], rtol=1e-6)
+    assert compiled[1:] == eager[1:]
+    assert eager[2] == 2
+
+
+async def test_what_is_not_finite_of_a_second_optimizer_has_its_name(pair: ar.Strategy) -> None:
+    with pair.scope():
+        a, b, c = (ar.Variable(np.zeros(2, np.float32), name=name) for name in "abc")
+        first, second = ar.optimizers.SGD(0.1), ar.optimizers.SGD(0.1)
+
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        first.blocking.apply_gradients([(jax.numpy.ones_like(x), a)])
+        second.blocking.apply_gradients([(jax.numpy.ones_like(x), b), (x, c)])
+
+    values = [np.float32([np.inf if i == 2 else 0.1, 0.1]) for i in range(5)]
+    for options in ({}, {"compile": "jax"}):
+        batches = [(ar.PerReplica([x] * 2),) for x in values]
+        with pytest.raises(NonFiniteError, match="The gradient of 'c' is not finite") as caught:
+            await pair.run_steps(step, iter(batches), 5, **options)
+        assert caught.value.variable == "c"
 
 
 async def test_steps_are_skipped_and_the_loss_scale_follows(pair: ar.Strategy) -> None:

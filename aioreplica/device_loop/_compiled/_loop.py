@@ -339,8 +339,7 @@ class CompiledLoop:
 def _failure(program: StepProgram, code: int, number: int) -> Exception:
     """Return the error of a step that has reported a code."""
     kind, index = divmod(code, MAX_VARIABLES)
-    variables = next(iter(program.applied.values()))[0]
-    name = variables[index if index < len(variables) else 0].name
+    name = [v.name for variables, _ in program.applied.values() for v in variables][index]
     if kind == NO_WEIGHT:
         return ValueError(
             f"The gradients of step {number} have total weight 0 on all replicas, so there is "

@@ -205,6 +205,7 @@ class StepProgram:
         self.is_mirrored = [v.is_mirrored or self.num_replicas == 1 for v in self.state]
         self.written = trace.written
         self.applied = trace.applied
+        self._looks = any(_is_bounded(v, sources) for v, sources in self.written.items())
         self.keys: list[Key] = list(trace.key_names)
         self.ops, self.sites = loop.ops, loop.sites
         self.records = [name for name, _ in trace.records]
@@ -326,7 +327,7 @@ class StepProgram:
         finite: dict[tuple[int, ...], Traced] = {}  # of one shape together: one pass over them
         for optimizer, (variables, _) in self.applied.items():
             settings = optimizer.settings
-            if settings.on_non_finite != "raise" or not keeps_infinities(optimizer):
+            if settings.on_non_finite != "raise" or not keeps_infinities(optimizer, variables):
                 continue
             for variable in variables:
                 for each in (variable, *(settings.slots.made.get(variable) or ())):
@@ -346,8 +347,9 @@ class StepProgram:
             how: Whether it scans a chunk or runs one step of it.
             size: How many steps fit a chunk.
             args: What it will be called with.
-            looks: Whether it checks all updates in every step.
+            looks: Whether it checks all updates in every step, though the last would tell.
         """
+        looks = looks or self._looks
         key = (how, size, looks)
         found = self._compiled.get(key)
         if found is None:
@@ -435,6 +437,11 @@ class StepProgram:
             begin, count = bases[optimizer], num_steps * times
             tables.append(columns_for(optimizer, multipliers, begin, count, like))
         return tables
+
+
+def _is_bounded(variable: Variable, sources: Sequence[Optimizer | None]) -> bool:
+    """Tell whether what an optimizer has written may show no more, as a step writes over it."""
+    return is_floating(variable.dtype) and len(set(sources)) > 1
 
 
 def reference_to(fn: Callable[..., object]) -> Callable[[], Callable[..., object] | None]:

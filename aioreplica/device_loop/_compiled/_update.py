@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from numbers import Integral, Number
 from typing import Any, Protocol, TypeAlias, final
 
@@ -36,7 +37,8 @@ from ...values import IndexedSlices, Variable, Weighted, is_floating
 
 Traced: TypeAlias = jax.Array
 NOT_FINITE, UPDATE_NOT_FINITE, NO_WEIGHT = 1, 2, 3
-"""Codes of steps that fail; times `MAX_VARIABLES`, plus the number of the variable."""
+"""Codes of steps that fail; times `MAX_VARIABLES`, plus the number of the variable among all that
+the optimizers of the step move."""
 MAX_VARIABLES = 1 << 20
 
 
@@ -46,10 +48,12 @@ class Recording(Protocol):
     Attributes:
         num_replicas: How many replicas the program has.
         looks: Whether to check all steps, though a look at the last one would tell.
+        applied: How often each optimizer was applied, with the variables it moves.
     """
 
     num_replicas: int
     looks: bool
+    applied: dict[Optimizer, tuple[tuple[Variable, ...], int]]
 
     def read(self, variable: Variable) -> Traced:
         """Return what a variable holds at this point of the step."""
@@ -185,8 +189,8 @@ def apply_traced(
     require_owner(written(variables, global_step), PLACE.get().strategy)
     merged, no_weight = _merged(trace, settings, variables, gradients, is_summed=is_summed)
     skips = settings.on_non_finite == "skip"
-    looks = skips or (settings.on_non_finite == "raise" and not keeps_infinities(optimizer))
-    looks = looks or (trace.looks and settings.on_non_finite != "ignore")
+    is_shown = keeps_infinities(optimizer, variables) and not trace.looks
+    looks = skips or (settings.on_non_finite == "raise" and not is_shown)
     finite = [jnp.isfinite(g).all() for g in merged] if looks else []
     changed: dict[Variable, Traced] = {}
     clipped = _clipped(settings, merged, changed)
@@ -203,8 +207,10 @@ def apply_traced(
         trace.fail(jnp.where(jnp.stack(no_weight).any(), NO_WEIGHT * MAX_VARIABLES, 0))
     if not skips:
         if of_finite is not None and after is not None:
-            first = jnp.argmin(jnp.stack(finite))
-            code = jnp.where(after, 0, UPDATE_NOT_FINITE * MAX_VARIABLES)
+            others = takewhile(lambda other: other is not optimizer, trace.applied)
+            begin = sum(len(trace.applied[other][0]) for other in others)
+            first = begin + jnp.argmin(jnp.stack(finite))
+            code = jnp.where(after, 0, UPDATE_NOT_FINITE * MAX_VARIABLES + begin)
             trace.fail(jnp.where(of_finite, code, NOT_FINITE * MAX_VARIABLES + first))
         if isinstance(settings.loss_scaling, DynamicLossScale):
             changed.update(_scale_after(trace, settings.loss_scaling, True))
@@ -214,15 +220,16 @@ def apply_traced(
     _write_unless_skipped(trace, optimizer, changed, of_finite, after)
 
 
-def keeps_infinities(optimizer: Optimizer) -> bool:
+def keeps_infinities(optimizer: Optimizer, variables: Sequence[Variable]) -> bool:
     """Tell whether what is not finite stays so in a value or slot, for all later steps to show.
 
     True of the rules with a kernel, as each of them adds a multiple of what it read to what it
-    writes; not if gradients are cut off at a value.
+    writes; not if gradients are cut off at a value, or a constraint bounds what it wrote.
     """
     clipping = optimizer.settings.clipping
     has_kernel = getattr(optimizer, "kernel", None) is not None
-    return has_kernel and (clipping is None or clipping.option != "clipvalue")
+    is_bounded = any(variable.constraint is not None for variable in variables)
+    return has_kernel and not is_bounded and (clipping is None or clipping.option != "clipvalue")
 
 
 def require_compilable(optimizer: Optimizer) -> None:
