@@ -92,6 +92,82 @@ async def test_a_mean_of_integers_does_not_wrap(number: Any) -> None:
         np.testing.assert_allclose(eager, number, rtol=1e-6)
 
 
+def assigning(verb: str, *variables: ar.Variable) -> Any:
+    """Return a step that assigns a value to each variable, and sums the values."""
+
+    def step(ctx: ar.MultiStepContext, *values: Any) -> None:
+        for variable, value in zip(variables, values, strict=True):
+            getattr(variable.blocking, verb)(value)
+            total = me().blocking.all_reduce("sum", jnp.asarray(value))
+            ctx.set_last_step_output(variable.name, total)
+
+    return step
+
+
+@pytest.mark.parametrize("aggregation", ["mean", "sum", "only_first_replica"])
+@pytest.mark.parametrize(
+    "dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "float32"]
+)
+async def test_booleans_and_small_integers_are_combined_as_eagerly(
+    dtype: str, aggregation: Any
+) -> None:
+    """Booleans are counted, and sums that are too large for 16 bits wrap."""
+    top = 1 if dtype == "float32" else np.iinfo(dtype).max
+    numbers = np.array([top, top, top // 2 + 1, 1, 0]).astype(dtype)
+    columns = [[numbers, np.roll(numbers, 1)], [numbers > 0, numbers > 1]]
+    element = tuple(ar.PerReplica(parts) for parts in columns)
+    async with mirrored(2) as strategy:
+        for verb in ("assign", "assign_add", "assign_sub"):
+            found = []
+            for options in ({}, {"compile": "jax"}):
+                with strategy.scope():
+                    make = partial(ar.Variable, trainable=False, aggregation=aggregation)
+                    made = [make(np.zeros(5, dtype)) for _ in columns]
+                step = assigning(verb, *made)
+                result = await strategy.run_steps(step, iter([element] * 3), 3, **options)
+                outputs = result.last_step_outputs.values()
+                found.append([*(v.value for v in made), *(o.values[0] for o in outputs)])
+            for eager, compiled in zip(*found, strict=True):
+                np.testing.assert_array_equal(compiled, eager, err_msg=verb)
+
+
+@pytest.mark.parametrize("aggregation", ["mean", "sum", "only_first_replica"])
+@pytest.mark.parametrize("options", [{}, {"compile": "jax"}], ids=["eager", "compiled"])
+async def test_booleans_cannot_hold_their_sum_or_mean(options: Any, aggregation: Any) -> None:
+    element = ar.PerReplica([np.array([True, False])] * 2)
+    async with mirrored(2) as strategy:
+        with strategy.scope():
+            flags = ar.Variable(np.zeros(2, bool), trainable=False, aggregation=aggregation)
+        for verb in ("assign", "assign_add"):
+            step = assigning(verb, flags)
+            if aggregation == "only_first_replica":
+                await strategy.run_steps(step, iter([element]), 1, **options)
+                np.testing.assert_array_equal(flags.value, [True, False])
+                continue
+            with pytest.raises(ValueError, match="dtype bool, cannot assign a value of dtype"):
+                await strategy.run_steps(step, iter([element]), 1, **options)
+            assert flags.version == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": "jax"}], ids=["eager", "compiled"])
+async def test_python_numbers_that_do_not_fit_are_refused(options: Any) -> None:
+    async with mirrored(2) as strategy:
+        with strategy.scope():
+            make = partial(ar.Variable, trainable=False, aggregation="only_first_replica")
+            small, flag = make(np.uint8(0), name="small"), make(np.False_, name="flag")
+        for variable, number, says in (
+            (small, 300, "'small' of dtype uint8 holds 0 to 255, cannot assign 300"),
+            (flag, 1, "'flag' has dtype bool, cannot assign a value of dtype int64"),
+        ):
+
+            def step(ctx: ar.MultiStepContext, x: Any, of: Any = (variable, number)) -> None:
+                of[0].blocking.assign(of[1])
+
+            with pytest.raises(ValueError, match=says):
+                await strategy.run_steps(step, iter([np.float32(0)]), 1, **options)
+            assert variable.version == 0
+
+
 async def test_every_collective_gives_what_it_gives_eagerly(strategy: ar.Strategy) -> None:
     n = strategy.num_replicas_in_sync
     parts = [np.arange(8, dtype=np.float32) + i for i in range(n)]

@@ -23,9 +23,9 @@ from ..._functions import UNFINISHED
 from ...context import OVERRIDES, PLACE, TRACE, CurrentStrategy, Place
 from ...errors import ContextError
 from ...optimizers import Optimizer, differentiate_loss, require_loss, sort_by_creation
-from ...tree import Tree, flatten, map_leaves, map_nodes, unflatten
+from ...tree import Array, Tree, flatten, map_leaves, map_nodes, unflatten
 from ...typing import OpName, ReduceOp, VariableAggregation
-from ...values import IndexedSlices, Variable, Weighted
+from ...values import IndexedSlices, Variable, Weighted, fitting, is_floating
 from ._prepared import Prepared, multipliers_of, prepared_for
 from ._untraceable import without_io
 from ._update import apply_traced, traced_scale
@@ -160,29 +160,22 @@ class StepTrace:
         """Do what `variable.blocking.assign` and its like do in a replica.
 
         Raises:
-            ValueError: If the shape does not fit, or the variable has no aggregation.
+            ValueError: If the shape or dtype does not fit, that of a sum or mean over the replicas
+                too, or the variable has no aggregation.
             TypeError: If the value has rows only.
         """
         variable._require_owner_in_charge(PLACE.get())
         if isinstance(value, IndexedSlices) or verb.startswith("scatter"):
             raise TypeError(f"{verb} of {variable.name!r} with IndexedSlices cannot be compiled.")
         given = value.value if isinstance(value, Variable) else value
-        new, old = jnp.asarray(given), self.read(variable)
-        if new.shape != variable.shape:
-            raise ValueError(
-                f"Variable {variable.name!r} has shape {variable.shape}, cannot assign a value of "
-                f"shape {new.shape}."
-            )
-        if not np.can_cast(new.dtype, variable.dtype, "same_kind") and not isinstance(given, int):
-            raise ValueError(
-                f"Variable {variable.name!r} has dtype {variable.dtype}, cannot assign a value of "
-                f"dtype {new.dtype}. Cast it with .astype({str(variable.dtype)!r}) first."
-            )
+        array, old = jnp.asarray(given), self.read(variable)
+        fitting(variable, given if isinstance(given, int) else _blank(array))
+        new = array.astype(old.dtype)
         if variable.is_mirrored and not self.strategy.has_plain_values:
             new = self._aggregated(variable, verb, new)
-        if variable.dtype.kind in "iu" and new.dtype.kind == "f":  # of integers it gives floats
-            new = jnp.rint(new)
-        new = new.astype(old.dtype)
+            if variable.dtype.kind not in "iu":
+                fitting(variable, _blank(new))  # booleans have become numbers
+            new = new.astype(old.dtype)
         if verb != "assign":
             new = old + new if verb == "assign_add" else old - new
         self.write(variable, new)
@@ -198,7 +191,7 @@ class StepTrace:
             return self.first([new])[0]
         if variable.aggregation is not VariableAggregation.MEAN:
             return self.sum([new])[0]
-        if variable.dtype.kind in "iu" and new.dtype.kind in "iu":
+        if variable.dtype.kind in "iu":
             return self._whole_mean(new)
         return self.mean([new])[0]
 
@@ -214,10 +207,14 @@ class StepTrace:
     # ---- other replicas ------------------------------------------------------------------
 
     def sum(self, parts: Sequence[Traced]) -> list[Traced]:
-        """Sum arrays over the replicas, in their order; half precision in float32."""
+        """Sum arrays over the replicas, in their order; half precision in float32.
+
+        Of booleans it is how many are true.
+        """
+        parts = [p.astype(jnp.int32) if p.dtype == jnp.bool_ else p for p in parts]
         if self.num_replicas == 1:
-            return list(parts)
-        wide = [p.astype(jnp.float32) if p.dtype.itemsize == 2 else p for p in parts]
+            return parts
+        wide = [p.astype(jnp.float32) if _is_half(p) else p for p in parts]
         if self._in_order:
             sums = list(lax.psum(tuple(wide), AXIS))
         else:
@@ -542,9 +539,7 @@ class TracedReplica:
         elif op is ReduceOp.MEAN:
             found = self._trace.mean(arrays)
         else:
-            found = self._trace.sum(
-                [a.astype(jnp.int32) if a.dtype == jnp.bool_ else a for a in arrays]
-            )
+            found = self._trace.sum(arrays)
         return unflatten(spec, [then(each) for each in found])
 
     def _extreme(self, array: Traced, fn: Callable[..., Traced]) -> Traced:
@@ -570,6 +565,15 @@ def _as_array(leaf: object) -> Traced:
     if isinstance(leaf, Variable):
         leaf = leaf.value
     return jnp.asarray(leaf)
+
+
+def _blank(array: Traced) -> Array:
+    """Return an array of NumPy of the same shape and dtype, of zeros that take no memory."""
+    return np.broadcast_to(np.zeros((), array.dtype), array.shape)
+
+
+def _is_half(array: Traced) -> bool:
+    return array.dtype.itemsize == 2 and is_floating(array.dtype)
 
 
 def _empty_as_zero(part: Weighted) -> Weighted:
