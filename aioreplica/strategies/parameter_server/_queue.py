@@ -228,10 +228,8 @@ class ClosureQueue:
         self.num_gone, self.last_gone = former.num_gone, former.last_gone
         for name, worker in former._workers.items():
             self._workers[name] = _Worker(worker.index, worker.slots)
-            for closure in worker.closures:
-                closure.state = "over"
-                if closure.began_s is not None:
-                    self._workers[name].closures.append(closure)
+            begun = [closure for closure in worker.closures if closure.began_s is not None]
+            self._workers[name].closures += begun
 
     def _free_index(self) -> int:
         taken = {worker.index for worker in self._workers.values()}

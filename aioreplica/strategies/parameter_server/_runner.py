@@ -70,8 +70,11 @@ class ClosureRunner:
         self._watch: WorkerWatch | None = None
 
     def open(self, queue: ClosureQueue) -> None:
-        """Begin with an empty queue, behind what still runs of the one before."""
-        queue.take_over(self.queue)
+        """Begin with an empty queue, behind what still runs of the one before, whosever it was."""
+        former = self._strategy.runner or self
+        queue.take_over(former.queue)
+        _cancel(former._tasks)
+        self._strategy.runner = self
         self.queue = queue
         self.is_open = True
         self._watch = WorkerWatch(self, self._strategy.servers)
@@ -123,13 +126,13 @@ class ClosureRunner:
         self.pump()
 
     def start(self, work: Any, name: str) -> OwnedTask[None]:
-        """Start a task that ends with the coordinator."""
+        """Start a task that ends with the coordinator, or follows what still runs then."""
         task = OwnedTask[None](work, name)
         self._tasks.add(task)
 
         def ended(error: BaseException | None) -> None:
             self._tasks.discard(task)
-            if error is not None:
+            if error is not None and self.is_open:
                 self.fail(error)
 
         task.when_done(ended)
@@ -338,7 +341,9 @@ class ClosureRunner:
     async def close(self, error: Exception, *, is_for_good: bool = True) -> None:
         """End what is not over with an error, and all that is done here.
 
-        What runs ends with it, if that is for good; else if the engine can end it where it is.
+        What runs is stopped if the engine can end it where it is. If it goes on, it keeps its place
+        for who opens a coordinator again, and its result is let go when it is over, if this is for
+        good.
         """
         if self.queue.is_idle:
             await self._tell_servers()
@@ -346,11 +351,9 @@ class ClosureRunner:
             self.fail(error)
         for task in tuple(self._ends):
             await task.ended()
-        held = [closure for closure in self.queue.with_workers() if closure.submission]
-        left = [closure.submission for closure in held if closure.submission]
-        if is_for_good:  # what runs keeps its place, for who opens the coordinator again
-            waiting = [c.submission for c in held if c.submission and c.began_s is None]
-            await self._strategy.engine.cancel(waiting)
+        left = [(c, c.submission) for c in self.queue.with_workers() if c.submission]
+        if is_for_good:
+            await self._strategy.engine.cancel([each for c, each in left if c.began_s is None])
         self.is_open = False
         if self._watch is not None:
             self._watch.end()
@@ -358,17 +361,35 @@ class ClosureRunner:
         for closure in self.queue.waiting_again():
             self.failed(closure, error)
         for closure in self.queue.with_workers():
+            closure.state = "over"
             _settle_again(closure, error)
-        for submission in left:
+        for _, submission in left:
             submission.stop()
         self._outbox.clear()
-        for following in tuple(self._tasks):
-            following.cancel()
-        for following in tuple(self._tasks):
-            await following.ended()
+        ending = _cancel(self._tasks)
+        if is_for_good and self._strategy.servers.is_started:
+            for closure in self.queue.with_workers():
+                if closure.submission is not None:
+                    self._start_following(closure)
+        for task in ending:
+            await task.ended()
+
+    async def leave(self) -> None:
+        """Follow what still runs no more: its strategy is closed."""
+        if not self.is_open:
+            for following in _cancel(self._tasks):
+                await following.ended()
 
     def __repr__(self) -> str:
         return f"<ClosureRunner | {self.queue!r}>"
+
+
+def _cancel(tasks: set[OwnedTask[None]]) -> list[OwnedTask[None]]:
+    """Cancel tasks, except those of an event loop that is closed; return them."""
+    living = [task for task in tasks if not task.task.get_loop().is_closed()]
+    for task in living:
+        task.cancel()
+    return living
 
 
 async def wait_among(waiters: Any, runner: ClosureRunner) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol, final
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, final
 
 from ...cluster import ClosureEngine, DaskClosureEngine
 from ...devices import OwnedTask
@@ -21,6 +21,9 @@ from ._progress import Reopened
 from ._queue import ScheduledClosure
 from ._servers import Servers
 from ._variables import new_served
+
+if TYPE_CHECKING:
+    from ._runner import ClosureRunner
 
 
 class Coordinator(Protocol):
@@ -97,6 +100,7 @@ class ParameterServerStrategy(Strategy):
         self._partitioner = variable_partitioner
         self._servers = Servers(engine, num_ps, max_staleness, replicate, self._require_open)
         self._coordinator: Coordinator | None = None
+        self.runner: ClosureRunner | None = None  # the last one, which knows what still runs
         self._next_closure = 0
         self._reopening: OwnedTask[Reopened] | None = None
         super().__init__(
@@ -359,6 +363,8 @@ class ParameterServerStrategy(Strategy):
                     if self._reopening is not None:
                         self._reopening.cancel()
                         await self._reopening.ended()
+                    if self.runner is not None:
+                        await self.runner.leave()
                 finally:
                     await self._servers.aclose()
 

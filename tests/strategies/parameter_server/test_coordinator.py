@@ -8,9 +8,11 @@ import threading
 import anyio
 import pytest
 
+import aioreplica as ar
+from aioreplica.errors import ClosureCancelledError
 from tests.parameter_server.coordinating import Gate, coordinating, hold, identity
 from tests.sequencer import idle
-from tests.strategies.parameter_server.opening import UNDER_WAY
+from tests.strategies.parameter_server.opening import UNDER_WAY, until
 
 MANY = 40
 """More than there are moments at which room is given away while the queue empties."""
@@ -35,15 +37,64 @@ async def test_room_that_a_schedule_does_not_take_goes_to_the_next_one() -> None
 
 
 @pytest.mark.asyncio
-async def test_what_still_runs_keeps_its_place_when_the_coordinator_is_opened_again() -> None:
+@pytest.mark.parametrize("is_same", [True, False])
+async def test_what_still_runs_keeps_its_place_when_a_coordinator_is_opened_again(
+    *, is_same: bool
+) -> None:
     gate = Gate()
-    async with coordinating(num_workers=1) as (_, coordinator):
+    async with coordinating(num_workers=1) as (strategy, coordinator):
         await coordinator.schedule(hold, (gate,))
         await gate.reached()
         await coordinator.aclose()
-        async with coordinator:
-            remotes = [await coordinator.schedule(identity, (i,)) for i in range(UNDER_WAY)]
+        async with coordinator if is_same else ar.ClusterCoordinator(strategy) as again:
+            remotes = [await again.schedule(identity, (i,)) for i in range(UNDER_WAY)]
             await idle()
-            assert coordinator.statistics().queue_depth == 1  # as one place is taken
+            assert again.statistics().queue_depth == 1  # as one place is taken
             gate.open()
-            assert await coordinator.fetch(remotes) == [*range(UNDER_WAY)]
+            assert await again.fetch(remotes) == [*range(UNDER_WAY)]
+
+
+@pytest.mark.asyncio
+async def test_the_result_of_what_still_runs_is_let_go_after_the_close() -> None:
+    gate = Gate()
+    async with coordinating(num_workers=1) as (_, coordinator):
+        remote = await coordinator.schedule(hold, (gate,))
+        await gate.reached()
+        await coordinator.aclose()
+        queue = coordinator._runner.queue
+        (closure,) = queue.with_workers()
+        assert closure.submission is not None
+        gate.open()
+        await until(lambda: not queue.with_workers())
+        assert closure.submission is None
+        with pytest.raises(ClosureCancelledError, match="coordinator was closed"):
+            await remote.fetch()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_strategy_first", [True, False])
+async def test_what_still_runs_is_followed_until_the_strategy_is_closed(
+    *, is_strategy_first: bool
+) -> None:
+    gate = Gate()
+    async with coordinating(num_workers=1) as (strategy, _):  # it keeps the engine open
+        await strategy.servers.ready()
+        async with (
+            ar.ParameterServerStrategy(strategy.engine) as other,
+            ar.ClusterCoordinator(other) as coordinator,
+        ):
+            await coordinator.schedule(hold, (gate,))
+            await gate.reached()
+            if is_strategy_first:
+                await other.aclose()
+            else:
+                await coordinator.aclose()
+                assert "closure 0 hold" in names_of_tasks()
+        await idle()
+        assert "closure 0 hold" not in names_of_tasks()
+        assert "closure on worker-0" in names_of_tasks()
+        gate.open()
+
+
+def names_of_tasks() -> set[str]:
+    return {task.get_name() for task in asyncio.all_tasks()}
