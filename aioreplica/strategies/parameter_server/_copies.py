@@ -304,6 +304,7 @@ class _Search:
 
     def __init__(self) -> None:
         self.num_failed = self.due = self.num_lost = self._num_pauses = self._failed_at = 0
+        self._num_in_row = self._lost_until = 0  # losses, and the turn at which their pause ends
         self.failed: list[StateHandle] = []
 
     def begin(self, turn: int) -> bool:
@@ -313,12 +314,14 @@ class _Search:
             False in a pause after processes were lost: one that comes may be the same again.
         """
         self._forget_gone()
-        if self.num_lost and turn < self._failed_at + 2 ** min(self.num_lost - 1, MAX_DOUBLINGS):
+        if turn < self._lost_until:
             return False
         if not self.failed:
             self._num_pauses = 0
         elif turn >= self.due:
             self.failed = []
+            if self._failed_at >= self._lost_until:  # in a process that lives
+                self._num_in_row = 0
         return True
 
     def has_failed(self, copy: StateHandle, turn: int) -> None:
@@ -333,8 +336,11 @@ class _Search:
 
     def _forget_gone(self) -> None:
         living = [each for each in self.failed if not each.is_lost]
-        self.num_lost += len(self.failed) - len(living)
-        self.failed = living
+        num_gone, self.failed = len(self.failed) - len(living), living
+        if num_gone:
+            self.num_lost += num_gone
+            self._num_in_row += num_gone
+            self._lost_until = self._failed_at + 2 ** min(self._num_in_row - 1, MAX_DOUBLINGS)
 
     def __str__(self) -> str:
         lost = f", {self.num_lost} of them with their processes" if self.num_lost else ""

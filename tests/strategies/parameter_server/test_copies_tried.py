@@ -170,3 +170,45 @@ def test_a_loss_that_is_told_later_makes_pauses_longer_too() -> None:
             search.has_failed(copy, turn)
             copy.is_lost = True
     assert turns == [0, 1, 3, 7, 15]
+
+
+def copy(*, is_lost: bool) -> Any:
+    return SimpleNamespace(is_lost=is_lost)
+
+
+def test_losses_make_no_pause_after_another_failure() -> None:
+    """Another process is tried with the next look, and the next loss is the first one again."""
+    search = _Search()
+
+    def lose(turn: int) -> None:
+        assert search.begin(turn)
+        search.has_failed(copy(is_lost=True), turn)
+
+    for turn in (0, 1, 3, 7, 15):
+        lose(turn)
+    living = copy(is_lost=False)
+    assert not search.begin(30)
+    assert search.begin(31)
+    search.has_failed(living, 31)
+    assert search.begin(32)
+    assert search.failed == [living]  # another process than this one
+    assert search.begin(33)
+    assert search.failed == []
+    lose(33)
+    lose(34)
+    assert not search.begin(35)
+    assert search.begin(36)
+    assert str(search) == "(8 have failed, 7 of them with their processes)"
+
+
+def test_a_failure_beside_losses_does_not_make_their_pauses_shorter() -> None:
+    search = _Search()
+    living = copy(is_lost=False)
+    assert search.begin(0)
+    search.has_failed(living, 0)
+    for turn in (1, 2, 4, 8):  # another process; the first one may be tried from the turn 2 on
+        assert not any(search.begin(each) for each in range(turn - turn // 2 + 1, turn))
+        assert search.begin(turn)
+        search.has_failed(copy(is_lost=True), turn)
+    assert not search.begin(15)
+    assert search.begin(16)
