@@ -249,6 +249,31 @@ async def test_variables_of_64_bits_and_of_half_precision(pair: ar.Strategy) -> 
     assert wide.version == half.version == 0
 
 
+@pytest.mark.parametrize("number", [2**40 + 123, 2**31, -(2**31) - 1, 2**63])
+@pytest.mark.parametrize("at", [0, 3])
+async def test_elements_of_64_bits_are_not_cut(pair: ar.Strategy, number: int, at: int) -> None:
+    """Nothing of their chunk is computed; what is at the limits is."""
+    dtype = np.uint64 if number == 2**63 else np.int64
+    with pair.scope():
+        seen = ar.Variable(np.zeros(2, dtype), trainable=False, aggregation="only_first_replica")
+
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        seen.blocking.assign(x)
+
+    limits = np.array([0, 2**32 - 1] if dtype is np.uint64 else [-(2**31), 2**31 - 1], dtype)
+    parts = [limits] * at + [np.array([1, number], dtype)]
+    iterator = iter([ar.PerReplica([part] * 2) for part in parts])
+    with pytest.raises(OverflowError, match=f"An element holds {number}, which u?int32 does not"):
+        await pair.run_steps(step, iterator, at + 1, compile="jax")
+    assert seen.version == 0  # and all elements went back
+    if at:
+        await pair.run_steps(step, iterator, at, compile="jax")
+    with pytest.raises(OverflowError, match=f"An element holds {number}, which u?int32 does not"):
+        await pair.run_steps(step, iterator, 1, compile="jax")
+    np.testing.assert_array_equal(seen.value, limits if at else [0, 0])
+    assert seen.version == at
+
+
 async def test_optimizers_of_other_libraries(pair: ar.Strategy) -> None:
     optax = pytest.importorskip("optax")
     with pair.scope():

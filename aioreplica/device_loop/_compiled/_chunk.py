@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, final
 
+import jax
 import numpy as np
 import numpy.typing as npt
 
@@ -48,6 +49,26 @@ class Chunk:
             for whole, found in zip(self.elements, zip(*own, strict=True), strict=True):
                 _stack(found, whole[i, begun:end])
         self.num_steps = end
+
+    def checked(self) -> list[Array]:
+        """Return the elements, if jax has their integers in 32 bits where it may not use 64.
+
+        Raises:
+            OverflowError: If one would be cut.
+        """
+        for array in self.elements:
+            dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+            rows = array[:, : self.num_steps]  # nothing was written into the others
+            if array.dtype.kind not in "iu" or dtype == array.dtype or not rows.size:
+                continue
+            limits, least, most = np.iinfo(dtype), rows.min(), rows.max()
+            if least < limits.min or most > limits.max:
+                raise OverflowError(
+                    f"An element holds {most if most > limits.max else least}, which {dtype} does "
+                    "not, in which jax computes. Call jax.config.update"
+                    '("jax_enable_x64", True) at program start.'
+                )
+        return self.elements
 
 
 def _stack(leaves: Sequence[object], rows: Array) -> None:

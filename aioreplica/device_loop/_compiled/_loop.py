@@ -288,7 +288,7 @@ class CompiledLoop:
             self._done -= chunk.num_steps
 
     def _inputs(self, program: StepProgram, chunk: Chunk) -> object:
-        return program.inputs(chunk.elements, chunk.size, self._first + self._done, self._seed)
+        return program.inputs(chunk.checked(), chunk.size, self._first + self._done, self._seed)
 
     # ---- steps that fail -----------------------------------------------------------------
 
