@@ -150,19 +150,29 @@ class Feeder(ABC):
     """Reads the elements of one loop, checks them, and puts their parts into the infeed.
 
     Args:
+        iterators: What is kept of the iterator; None if it was made for this loop.
         infeed: Where they go.
         steps: Those of all replicas, which say how many are complete.
         num_wanted: How many steps the loop has: not one element more is read.
 
     Attributes:
         error: Why no more elements come, if the iterator failed or gave one that does not fit.
+        is_exhausted: Whether the loop has come to the iterator's end, which was not closed before.
 
     Invariants:
         * `_unfinished` begins with the element of step `_num_complete`.
     """
 
-    def __init__(self, infeed: Infeed, steps: Sequence[LoopStep], num_wanted: int) -> None:
+    def __init__(
+        self,
+        iterators: KeptIterators | None,
+        infeed: Infeed,
+        steps: Sequence[LoopStep],
+        num_wanted: int,
+    ) -> None:
         self.error: BaseException | None = None
+        self.is_exhausted = False
+        self._iterators = iterators
         self._infeed = infeed
         self._steps = steps
         self._num_wanted = num_wanted
@@ -219,13 +229,14 @@ class Feeder(ABC):
     def _take_told(self, unfinished: deque[Reading]) -> Reading | None:
         """Remove what the call itself tells its caller: an end, or what the iterator raises.
 
-        What it raises behind steps that were not run is told by the call that comes to it.
+        What it raises behind steps that were not run is told by the call that comes to it, unless
+        the iterator was made for this loop.
         """
         first = unfinished[0] if unfinished else None
         if first is Mark.END or (type(first) is Raised and first.error is self.error):
             return unfinished.popleft()
-        if self._num_complete < self._infeed.num_put:  # other workers have no more elements
-            self.error = None
+        if self._num_complete < self._infeed.num_put and self._iterators is not None:
+            self.error = None  # other workers have no more elements, and it is given back
         return None
 
 
@@ -250,9 +261,8 @@ class ThreadFeeder(Feeder):
         steps: Sequence[LoopStep],
         num_wanted: int,
     ) -> None:
-        super().__init__(infeed, steps, num_wanted)
+        super().__init__(iterators, infeed, steps, num_wanted)
         self._iterator = iterator
-        self._iterators = iterators
         self._lane, self._unrun = new_kept() if iterators is None else iterators.find(iterator)
         self._lock = Lock()  # the thread may have been given up, and read one more element
         self._op: Op[None] | None = None
@@ -301,7 +311,8 @@ class ThreadFeeder(Feeder):
             told = self._take_told(rest)
             self._unrun.extendleft(reversed(rest))
             self._unfinished = self._unrun  # of an element that comes later
-        if told is Mark.END and self._iterators is not None:
+        self.is_exhausted = told is Mark.END
+        if self.is_exhausted and self._iterators is not None:
             self._iterators.forget(self._iterator)
 
     def _new_waiter(self, op: Op[None]) -> asyncio.Future[None]:
@@ -379,10 +390,9 @@ class TaskFeeder(Feeder):
         steps: Sequence[LoopStep],
         num_wanted: int,
     ) -> None:
-        super().__init__(infeed, steps, num_wanted)
+        super().__init__(iterators, infeed, steps, num_wanted)
         self._iterator = iterator
         self._batches = iterator if isinstance(iterator, DistributedIterator) else None
-        self._iterators = iterators
         self._unrun: deque[Reading] = deque()
         if iterators is not None and self._batches is None:
             self._unrun = iterators.find(iterator)[1]
@@ -416,14 +426,16 @@ class TaskFeeder(Feeder):
             self._report()
             rest, self._unfinished = self._unfinished, deque()
             told = self._take_told(rest)
+            self.is_exhausted = told is Mark.END
             if self._batches is None:
                 self._unrun.extendleft(reversed(rest))
                 if self._iterators is not None and not self._unrun:  # it has no thread to keep
                     self._iterators.forget(self._iterator)
                 return
         self._batches.follow(None)
-        if told is Mark.END:
+        if self.is_exhausted:
             self._batches.delivered(None)
+            self.is_exhausted = self._batches.is_exhausted
         errors = [reading.error for reading in rest if type(reading) is Raised]
         items = [r for r in rest if r is not Mark.END and type(r) is not Raised]
         self._batches.put_back(items, errors[0] if errors else None)

@@ -345,6 +345,11 @@ class DistributedIterator:
         return self._epoch is not None and not self._epoch.is_over
 
     @property
+    def is_exhausted(self) -> bool:
+        """True if its loop is over because no batch was left; it was not closed, nor failed."""
+        return self._epoch is not None and self._epoch.is_over and self._epoch.is_exhausted
+
+    @property
     def element_spec(self) -> Tree:
         """The same as of its dataset."""
         return self._dataset.element_spec
@@ -406,8 +411,12 @@ class DistributedIterator:
             self._epoch.was_read()
             self._dataset.delivered(self._epoch, item)
 
-    async def end(self) -> None:
-        """End the epoch, because there is a worker that has no batch left.
+    async def end(self, *, is_exhausted: bool) -> None:
+        """End the epoch, because there is a worker that gives no more batches.
+
+        Args:
+            is_exhausted: Whether that one has none. If its epoch has failed or was closed, the
+                place stays behind the newest batch delivered; so it does if this epoch did.
 
         Raises:
             Exception: What closing the source raised.
@@ -416,8 +425,9 @@ class DistributedIterator:
             Raised again once the source is closed.
         """
         if self._epoch is not None:
-            self._epoch.is_exhausted = True
-            self._dataset.delivered(self._epoch, None)
+            if is_exhausted and not self._epoch.is_over:
+                self._epoch.is_exhausted = True
+                self._dataset.delivered(self._epoch, None)
             await self.aclose()
 
     def put_back(self, items: Sequence[Item], error: BaseException | None) -> None:

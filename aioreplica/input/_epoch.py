@@ -224,7 +224,7 @@ class Epoch:
         They are dropped if the epoch was left: another one has begun, or the dataset is closed.
         """
         if not self._was_left and (items or error is not None):
-            self.is_over = False
+            self.is_over = self.is_exhausted = False
             self._num_read -= len(items)
             self._num_agreed += num_agreed
             self._put_back.extendleft(reversed(items))

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from ..cluster import WorkersRun
     from ..device_loop._compiled import CompiledSteps
 
+EXHAUSTED = bytes([True])
+"""Told by a worker whose iterator has no more elements, as opposed to one that was broken off."""
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -196,15 +199,20 @@ async def _run_loop(
         _raise_source_error(feeder.error, num_run)
     if num_run < num_steps:
         events.add("infeed", "exhausted", step, value=num_run)
-        if across is not None and isinstance(iterator, DistributedIterator):
-            await iterator.end()  # here too, whatever batches this worker has left
-    return await _combine(runtime, contexts, step, across)
+    is_over = num_run < num_steps
+    batches = iterator if is_over and isinstance(iterator, DistributedIterator) else None
+    return await _end(runtime, contexts, step, across, feeder.is_exhausted, batches)
 
 
-async def _combine(
-    runtime: Runtime, contexts: list[MultiStepContext], step: int, across: WorkersRun | None
+async def _end(
+    runtime: Runtime,
+    contexts: list[MultiStepContext],
+    step: int,
+    across: WorkersRun | None,
+    is_exhausted: bool,
+    batches: DistributedIterator | None,
 ) -> MultiStepContext:
-    """Combine the outputs; several workers in one turn, and if all have the same ones."""
+    """Combine the outputs, if all workers have the same, and end an epoch that is over on one."""
     outputs = require_equal_outputs(contexts, runtime.device_names, step)
     combine = partial(
         combine_outputs,
@@ -213,10 +221,12 @@ async def _combine(
         lambda op, value: reduce_tree(Replicas(runtime), op, value),
         has_plain_values=runtime.has_plain_values,
     )
-    if across is None or not outputs:
+    if across is None:
         return await combine()
-    with across.turn("outputs", outputs, 0) as turn:
-        await turn.exchange(b"", no_data)
+    with across.turn("outputs", outputs or "none", 0) as turn:
+        ends = await turn.exchange(bytes([is_exhausted]), no_data)
+        if batches is not None:
+            await batches.end(is_exhausted=EXHAUSTED in ends)  # whatever batches are left here
         token = PLACE.set(runtime.merge_place)
         try:
             with turn.merging():

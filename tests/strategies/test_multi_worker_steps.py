@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
-from aioreplica.errors import ContextError, MergeMismatchError, WorkerLostError
+from aioreplica.errors import MergeMismatchError, WorkerLostError
 from aioreplica.strategies import MultiWorkerMirroredStrategy
 from tests.sequencer import idle
 from tests.strategies.test_multi_worker_shrink import lose
@@ -397,53 +397,6 @@ async def test_survivors_of_a_worker_lost_in_a_loop_go_on_with_what_they_have_re
     assert results[:2] == [(2, 15.0)] * 2
 
 
-# ---- what a loop waits for -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["batches", "read_var", "outside"])
-async def test_what_a_loop_waits_for_cannot_wait_for_it(kind: str) -> None:
-    """No batch of the dataset is lost by that, and a task that meets the others behind it may."""
-
-    async def program(strategy: Strategy) -> Any:
-        with strategy.scope():
-            count = ar.Variable(0.0, synchronization="on_read", aggregation="sum")
-
-        async def read() -> Any:
-            return await strategy.extended.read_var(count)
-
-        async def given(batches: Any) -> AsyncIterator[Any]:
-            if kind == "batches":
-                async for batch in batches:
-                    yield batch
-            else:
-                yield 1.0
-                if kind == "read_var":
-                    await read()
-                yield 2.0
-
-        def step(ctx: Any, x: Any) -> None:
-            me().blocking.barrier()
-            if kind == "outside":
-                ar.outside_compilation(anext, iterator)
-
-        async with strategy.distribute_datasets_from_function(lambda _: Numbers(3)) as batches:
-            iterator = aiter(batches)
-            first = strategy.local_results(await anext(iterator))
-            elements = given(iterator)
-            loop = asyncio.create_task(strategy.run_steps(step, elements, 2))
-            later = asyncio.create_task(read())
-            with pytest.raises((ContextError, WorkerLostError), match="has to meet the") as caught:
-                await loop
-            failed.add(caught.type)
-            await elements.aclose()
-            rest = [float(strategy.local_results(batch)[0][0]) async for batch in iterator]
-            return float(first[0][0]), rest, float(await later)
-
-    failed = set[type]()
-    assert await on_workers(2, 1, program) == [(0.0, [1.0, 2.0], 0.0)] * 2
-    assert ContextError in failed
-
-
 # ---- differences ---------------------------------------------------------------------------------
 
 
@@ -490,6 +443,23 @@ async def test_outputs_that_only_some_workers_set_are_a_mismatch() -> None:
         assert isinstance(result, MergeMismatchError)
         assert "'b' to be reduced by SUM" in str(result)
         assert "'c' to be reduced by SUM" in str(result)
+
+
+async def test_outputs_that_a_worker_has_none_of_are_a_mismatch() -> None:
+    async def program(strategy: Strategy) -> Any:
+        def step(ctx: Any, x: float) -> None:
+            if rank_of(strategy):
+                ctx.set_last_step_output("a", x, "sum")
+
+        with pytest.raises(MergeMismatchError) as caught:
+            await strategy.run_steps(step, iter([1.0]), 1)
+        result = await strategy.run_steps(lambda ctx, x: None, iter([1.0]), 1)
+        return str(caught.value), result.steps_run, result.last_step_outputs
+
+    for text, *result in await on_workers(2, 1, program):
+        assert "'a' to be reduced by SUM" in text
+        assert "none on worker 0" in text
+        assert result == [1, {}]
 
 
 async def test_outputs_are_reduced_by_name_whatever_order_they_were_set_in() -> None:
