@@ -13,7 +13,7 @@ import aioreplica as ar
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402 - jax may be missing
 
-from aioreplica.device_loop._compiled import _loop  # noqa: E402
+from aioreplica.device_loop._compiled import _loop, _program  # noqa: E402
 from aioreplica.device_loop._compiled._program import StepProgram, Trial  # noqa: E402
 from tests.device_loop.compiled_steps import adam, elements, model, vectors  # noqa: E402
 
@@ -100,6 +100,93 @@ async def test_a_step_is_recorded_no_more_once_it_is_compiled(pair: ar.Strategy)
 
     assert recorded <= 3  # shapes, scan, single calls
     assert len(calls) == recorded
+
+
+ANSWERS = {
+    "thawed": ((1, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1), (1, 0, 0)),
+    "lowered": ((1, 0, 0), (0.5, 0.25, 0.25), (0.1, 0, 0), (0.5, 0.5, 0.5), (0, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("scans", [True, False])
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_multipliers_and_masks_may_change_between_calls(
+    pair: ar.Strategy, name: str, scans: bool
+) -> None:
+    async def trained(**options: Any) -> list[list[float]]:
+        with pair.scope():
+            variables = [ar.Variable(np.ones(2, np.float32)) for _ in range(6)]
+            current: dict[ar.Variable, float] = {}
+            own = [
+                ar.optimizers.Adam(0.1, learning_rate_multipliers=lambda v: current[v]),
+                ar.optimizers.AdamW(0.1, weight_decay=0.5, weight_decay_mask=lambda v: current[v]),
+            ]
+
+        def step(ctx: ar.MultiStepContext, x: Any) -> None:
+            for optimizer, part in zip(own, (variables[:3], variables[3:]), strict=True):
+                optimizer.blocking.apply_gradients([(x, v) for v in part])
+
+        found = []
+        for answers in ANSWERS[name]:
+            current.update(zip(variables, answers * 2, strict=True))
+            batches = [(ar.PerReplica([np.float32([1, -0.5])] * 2),)] * 3
+            await pair.run_steps(step, iter(batches), 3, **options)
+            found.append([float(n) for v in variables for n in v.value])
+        return found
+
+    with mock.patch.object(Trial, "prefers_scan", return_value=scans):
+        eager, compiled = await trained(), await trained(compile="jax")
+
+    np.testing.assert_allclose(compiled, eager, rtol=1e-5)
+
+
+async def test_a_step_is_compiled_anew_only_for_other_groups_of_variables(
+    pair: ar.Strategy,
+) -> None:
+    with pair.scope():
+        variables = [ar.Variable(np.ones(2, np.float32)) for _ in range(2)]
+        current = dict.fromkeys(variables, 1.0)
+        optimizer = ar.optimizers.SGD(0.1, learning_rate_multipliers=lambda v: current[v])
+
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        optimizer.blocking.apply_gradients([(x, v) for v in variables])
+
+    counts = []
+    with mock.patch.object(Trial, "prefers_scan", return_value=True):
+        for answers in ((1, 1), (0.5, 0.5), (1, 0), (0.5, 0.1), (0, 0)):
+            current.update(zip(variables, answers, strict=True))
+            batches = [(ar.PerReplica([np.ones(2, np.float32)] * 2),)] * 2
+            await pair.run_steps(step, iter(batches), 2, compile="jax")
+            counts.append(pair.statistics().num_compiled)
+
+    assert counts == [1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("how", ["scan", "step"])
+async def test_programs_of_groups_of_variables_go_in_the_end(pair: ar.Strategy, how: str) -> None:
+    with pair.scope():
+        variables = [ar.Variable(np.ones(2, np.float32)) for _ in range(3)]
+        current = dict.fromkeys(variables, 1.0)
+        optimizer = ar.optimizers.SGD(0.1, learning_rate_multipliers=lambda v: current[v])
+
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        optimizer.blocking.apply_gradients([(x, v) for v in variables])
+
+    groups = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (0, 1, 2), (0, 0, 0)]
+    counts = []
+    with (
+        mock.patch.object(_program, "MAX_PARTINGS", 3),
+        mock.patch.object(Trial, "prefers_scan", return_value=how == "scan"),
+    ):
+        for answers in groups:
+            current.update(zip(variables, answers, strict=True))
+            batches = [(ar.PerReplica([np.ones(2, np.float32)] * 2),)] * 2
+            await pair.run_steps(step, iter(batches), 2, compile="jax")
+            counts.append(pair.statistics().num_compiled)
+
+    assert counts == [1, 2, 3, 4, 5, 6]
+    moved = [sum(own) for own in zip(*groups, strict=True)]
+    np.testing.assert_allclose([v.value[0] for v in variables], [1 - 0.4 * n for n in moved], 1e-5)
 
 
 @pytest.mark.parametrize("weight", [4, 4.0, np.float32(4)])

@@ -12,12 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import ContextError
-from ...optimizers import Optimizer, learning_rate_at
+from ...optimizers import AdamW, Optimizer, learning_rate_at
 from ...tree import flatten, unflatten
 from ...values import Variable
 
 Columns: TypeAlias = npt.NDArray[Any] | list[npt.NDArray[Any]]
 """A row for each update; an array for each number where they are of several dtypes."""
+
+
+Which: TypeAlias = tuple[int, ...]
+"""Which of the different multipliers of the learning rate each variable has."""
 
 
 @final
@@ -77,9 +81,31 @@ def _is_number(leaf: object) -> bool:
     return isinstance(leaf, (int, float, np.number)) and not isinstance(leaf, bool)
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Answers of the functions of an optimizer that tell variables apart, before a chunk.
+
+    Attributes:
+        multipliers: The different ones of the learning rate.
+        which: Which of them each variable has.
+        decays: For which variables the weights decay; empty if the rule asks for none.
+    """
+
+    multipliers: tuple[float, ...]
+    which: Which
+    decays: tuple[bool, ...]
+
+
+def asked_of(optimizer: Optimizer, variables: Sequence[Variable]) -> Asked:
+    """Ask an optimizer about its variables; on the host."""
+    decays = map(optimizer._decays, variables) if isinstance(optimizer, AdamW) else ()
+    return Asked(*multipliers_of(optimizer, variables), tuple(decays))
+
+
 def multipliers_of(
     optimizer: Optimizer, variables: Sequence[Variable]
-) -> tuple[tuple[float, ...], tuple[int, ...]]:
+) -> tuple[tuple[float, ...], Which]:
     """Return the different multipliers of the learning rate, and which one each variable has."""
     of = optimizer.settings.multiplier_of
     if of is None:

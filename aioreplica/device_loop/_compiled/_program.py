@@ -38,7 +38,7 @@ from ...optimizers import Optimizer
 from ...replica import random_stream
 from ...tree import Array, Tree, TreeSpec, flatten, unflatten
 from ...values import Variable, is_floating
-from ._prepared import Columns, Prepared, columns_for, multipliers_of, prepared_for
+from ._prepared import Asked, Columns, Prepared, Which, asked_of, columns_for, prepared_for
 from ._trace import AXIS, StepTrace, Traced, TracedLoop
 from ._untraceable import explained
 from ._update import keeps_infinities
@@ -46,7 +46,12 @@ from ._update import keeps_infinities
 Key: TypeAlias = tuple[str, bool]
 Table: TypeAlias = list[Columns]
 How: TypeAlias = Literal["scan", "step"]
+Parting: TypeAlias = tuple[tuple[Which, tuple[bool, ...]], ...]
+"""How the functions of each optimizer tell variables apart, which is compiled with the step."""
 OfAll, OfEach = Spec(), Spec(AXIS)
+
+MAX_PARTINGS = 8
+"""For how many of them a step has programs; those of the first one go first."""
 
 TRIALS = 3
 """How many chunks are run in each of the two ways before the faster one is kept."""
@@ -169,11 +174,13 @@ class StepProgram:
         self.num_replicas = len(devices)
         self._spec = spec
         self._in_order = all(device.platform == "cpu" for device in devices)
-        self._compiled: dict[tuple[How, int, bool], object] = {}
+        self._compiled: dict[Parting, dict[tuple[How, int, bool], object]] = {}
         self._initial = tuple(initial)
         self.num_compiled = 0
         self.trials: dict[int, Trial] = {}
-        self._prepared: dict[Optimizer, list[Prepared]] = {}
+        self._prepared: dict[Parting, list[list[Prepared]]] = {}
+        self._asked: list[Asked] = []
+        self._parting: Parting = ()
         self._expected: tuple[object, Table] | None = None
         self.zeros: list[Any] | None = None
         self._discover(element, initial)
@@ -240,10 +247,9 @@ class StepProgram:
         """Run one step on local arrays; return the state behind it, and what it reports."""
         state, outputs = carry
         element, index, seeds = inputs
-        found: dict[Optimizer, tuple[Traced, list[Prepared], Tree]] = {}
-        for optimizer, base, columns in zip(self.applied, bases, table, strict=True):
-            multipliers, _ = multipliers_of(optimizer, self.applied[optimizer][0])
-            found[optimizer] = base, prepared_for(optimizer, multipliers, 0), columns
+        prepared, which = self._prepared[self._parting], [each.which for each in self._asked]
+        rows = zip(bases, prepared, table, which, strict=True)
+        found = dict(zip(self.applied, rows, strict=True))
         keys = dict(zip(self.keys, seeds, strict=True))
         values = dict(zip(self.state, state, strict=True))
         trace = self._trace(values, index, first, keys=keys, table=found, looks=looks)
@@ -350,12 +356,12 @@ class StepProgram:
             looks: Whether it checks all updates in every step, though the last would tell.
         """
         looks = looks or self._looks
-        key = (how, size, looks)
-        found = self._compiled.get(key)
+        own, key = self._compiled[self._parting], (how, size, looks)
+        found = own.get(key)
         if found is None:
             donated = (0,) if how == "step" else ()
             lowered = jax.jit(self._lowered(how, size, looks), donate_argnums=donated)
-            found = self._compiled[key] = lowered.lower(*args).compile()
+            found = own[key] = lowered.lower(*args).compile()
             self.num_compiled += 1
         return found
 
@@ -413,10 +419,10 @@ class StepProgram:
         """Make the next table already, unless it is a user's function that has to be asked."""
         key = _table_key(num_steps, bases)
         if key is not None:
-            self._expected = key, self.table(num_steps, bases)
+            self._expected = key, self._table(num_steps, bases)
 
     def table(self, num_steps: int, bases: Mapping[Optimizer, int]) -> Table:
-        """Call `prepare` for all updates that so many steps may make.
+        """Call `prepare` for all updates that so many steps may make; what is compiled fits it.
 
         Args:
             num_steps: How many steps.
@@ -425,18 +431,27 @@ class StepProgram:
         Returns:
             The numbers of `prepare`, for each optimizer.
         """
+        self._asked = [asked_of(o, variables) for o, (variables, _) in self.applied.items()]
+        self._parting = tuple((each.which, each.decays) for each in self._asked)
+        if self._parting not in self._compiled:
+            if len(self._compiled) == MAX_PARTINGS:
+                oldest = next(iter(self._compiled))
+                del self._compiled[oldest], self._prepared[oldest]
+            asked = zip(self.applied, self._asked, strict=True)
+            self._prepared[self._parting] = [prepared_for(o, a.multipliers, 0) for o, a in asked]
+            self._compiled[self._parting] = {}
         expected, self._expected = self._expected, None
         if expected is not None and expected[0] == _table_key(num_steps, bases):
             return expected[1]
-        tables = []
-        for optimizer, (variables, times) in self.applied.items():
-            multipliers, _ = multipliers_of(optimizer, variables)
-            like = self._prepared.get(optimizer)  # the same for each chunk
-            if like is None or len(like) != len(multipliers):
-                like = self._prepared[optimizer] = prepared_for(optimizer, multipliers, 0)
-            begin, count = bases[optimizer], num_steps * times
-            tables.append(columns_for(optimizer, multipliers, begin, count, like))
-        return tables
+        return self._table(num_steps, bases)
+
+    def _table(self, num_steps: int, bases: Mapping[Optimizer, int]) -> Table:
+        likes = self._prepared[self._parting]  # the same for each chunk
+        updates = zip(self.applied.items(), self._asked, likes, strict=True)
+        return [
+            columns_for(o, asked.multipliers, bases[o], num_steps * times, like)
+            for (o, (_, times)), asked, like in updates
+        ]
 
 
 def _is_bounded(variable: Variable, sources: Sequence[Optimizer | None]) -> bool:

@@ -26,7 +26,7 @@ from ...optimizers import Optimizer, differentiate_loss, require_loss, sort_by_c
 from ...tree import Array, Tree, flatten, map_leaves, map_nodes, unflatten
 from ...typing import OpName, ReduceOp, VariableAggregation
 from ...values import IndexedSlices, Variable, Weighted, fitting, is_floating
-from ._prepared import Prepared, multipliers_of, prepared_for
+from ._prepared import Prepared, Which, multipliers_of, prepared_for
 from ._untraceable import without_io
 from ._update import apply_traced, traced_scale
 
@@ -52,7 +52,8 @@ class StepTrace:
             that the step asks for.
         index: Number of the step in the loop; and that of the loop's first step in the strategy.
         keys: Seeds for `jax_key`, by name; None notes the names.
-        table: Numbers that `prepare` gives, with the iteration they begin at, by optimizer.
+        table: Numbers that `prepare` gives, with the iteration they begin at and which of its rows
+            each variable has, by optimizer.
         looks: Whether to check all updates in every step.
         in_order: Whether a sum of the library is one in the order of the replicas.
 
@@ -71,7 +72,7 @@ class StepTrace:
         index: Traced,
         first: Traced,
         keys: Mapping[tuple[str, bool], Traced] | None = None,
-        table: Mapping[Optimizer, tuple[Traced, list[Prepared], Tree]] | None = None,
+        table: Mapping[Optimizer, tuple[Traced, list[Prepared], Tree, Which]] | None = None,
         *,
         looks: bool = False,
         in_order: bool = True,
@@ -289,13 +290,13 @@ class StepTrace:
                 "an optimizer for each."
             )
         self.applied[optimizer] = known, times + 1
-        multipliers, which = multipliers_of(optimizer, variables)
         if self._table is None:
+            multipliers, which = multipliers_of(optimizer, variables)
             self.read(optimizer.iterations)
             prepared = prepared_for(optimizer, multipliers, 0)
             first = [each.restore([jnp.float32(n) for n in each.numbers]) for each in prepared]
             return [first[i] for i in which]
-        base, shapes, columns = self._table[optimizer]
+        base, shapes, columns, which = self._table[optimizer]
         at = self.read(optimizer.iterations) - base
         found = list(
             jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, at, keepdims=False), columns)
