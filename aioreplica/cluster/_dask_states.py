@@ -178,7 +178,19 @@ class DaskState(StateHandle):
 def _state_on_worker(owner: str, server: int, key: str, actor: bytes) -> DaskState:
     """Return a worker's handle of a state, one for all tasks: each new actor asks the scheduler."""
     worker = closure_worker()
-    return worker.once(owner, key, lambda: DaskState(owner, server, pickle.loads(actor)))
+    return worker.once(owner, key, lambda: DaskState(owner, server, _actor_on_worker(actor)))
+
+
+def _actor_on_worker(actor: bytes) -> Any:
+    """Return an actor, through a client that its worker makes for the first one.
+
+    The client takes it for an error if the scheduler tells it of something in the message that
+    answers its registration (an AssertionError in distributed 2026.8): once more, it is in time.
+    """
+    try:
+        return pickle.loads(actor)
+    except AssertionError:
+        return pickle.loads(actor)
 
 
 def closure_worker(worker: Any = None) -> ClosureWorker:

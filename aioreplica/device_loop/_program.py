@@ -278,7 +278,8 @@ async def combine_outputs(
         ValueError: If shapes of what is to be reduced differ.
     """
     first = contexts[0]
-    outputs: dict[str, object] = dict.fromkeys(first.last_step_outputs)
+    outputs: dict[str, object] = {}
+    outputs.update(dict.fromkeys(first.last_step_outputs))
     for name in sorted(outputs):  # as on all workers
         values = [context.last_step_outputs[name] for context in contexts]
         value = values[0] if has_plain_values else regroup_results(values, device_names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 import aioreplica.cluster._dask as module
 from aioreplica.cluster import DaskClosureEngine
+from aioreplica.cluster._dask_states import _actor_on_worker
 from tests.sequencer import idle
 
 pytest.importorskip("distributed")
@@ -99,3 +101,26 @@ async def test_a_scheduler_that_does_not_answer_is_asked_again(
     await idle()
     assert len(scheduler.asked) == 5
     assert not engine._background
+
+
+NUM_LOADED: list[None] = []
+
+
+def _load_second_time() -> str:
+    NUM_LOADED.append(None)
+    assert len(NUM_LOADED) == 2, "the client was told of something else first"
+    return "actor"
+
+
+class Actor:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _load_second_time, ()
+
+
+async def test_a_client_that_was_told_of_something_first_is_made_again() -> None:
+    NUM_LOADED.clear()
+    data = pickle.dumps(Actor())
+
+    assert _actor_on_worker(data) == "actor"
+    with pytest.raises(AssertionError, match="something else first"):
+        _actor_on_worker(data)  # twice is not a race

@@ -356,7 +356,8 @@ class StepProgram:
             looks: Whether it checks all updates in every step, though the last would tell.
         """
         looks = looks or self._looks
-        own, key = self._compiled[self._parting], (how, size, looks)
+        own = self._compiled[self._parting]
+        key: tuple[How, int, bool] = (how, size, looks)
         found = own.get(key)
         if found is None:
             donated = (0,) if how == "step" else ()
