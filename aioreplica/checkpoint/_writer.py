@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -79,6 +80,7 @@ class Writer:
         self._storage = storage
         self._max_to_keep = max_to_keep
         self._keep_every = keep_every
+        self._turn = threading.Lock()  # the thread of a save whose loop was closed may begin late
         self._lock: tuple[Any, int] | None = None  # of the storage, and the process with it
         self._known: Known | None = None  # None while that is not sure
         self._fence: int | None = None  # the newest sequence when it took the directory
@@ -96,6 +98,10 @@ class Writer:
             CheckpointError: If another writer is there.
             OSError: If something cannot be read or made.
         """
+        with self._turn:
+            return self._begin(step, storage)
+
+    def _begin(self, step: int, storage: Storage) -> Saving:
         if self._lock is None or self._lock[1] != os.getpid():  # or in the child of a fork
             self._take(storage)
         if self._fence is None:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -388,3 +389,64 @@ def test_calls_that_waited_on_a_closed_loop_hurry_no_later_save(
     pausing.clear()
     asyncio.run(save())
     assert 3 in manager.steps()
+
+
+class TellingLock:
+    """A lock that sets an event when somebody has to wait for it."""
+
+    def __init__(self, lock: threading.Lock, told: threading.Event) -> None:
+        self._lock = lock
+        self._told = told
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._told.set()
+            self._lock.acquire()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._lock.release()
+
+
+class HeldStorage(LocalStorage):
+    """A folder whose first lock is held before it is given to the manager."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.is_locked, self.may_go_on = threading.Event(), threading.Event()
+
+    def lock(self) -> Any:
+        is_first = not self.is_locked.is_set()
+        self.is_locked.set()
+        try:
+            lock = super().lock()
+        finally:
+            if not is_first:
+                self.may_go_on.set()
+        if is_first:
+            assert self.may_go_on.wait(60)
+        return lock
+
+
+def test_a_save_waits_for_the_thread_of_one_whose_loop_was_closed_while_it_began(
+    tmp_path: Path,
+) -> None:
+    async def begin_a_save() -> None:
+        await manager.save(1, STATE, wait=False)
+        tasks.append(asyncio.create_task(manager.wait()))  # no pauses
+        while not storage.is_locked.is_set():
+            await asyncio.sleep(0)
+
+    async def save() -> None:
+        async with manager:
+            with pytest.raises(CheckpointUncertainError):
+                await manager.wait()
+            await manager.save(2, STATE)
+
+    tasks: list[asyncio.Task[None]] = []
+    storage = HeldStorage(tmp_path)
+    manager = ar.CheckpointManager(storage)
+    writer = manager._writer
+    writer._turn = TellingLock(writer._turn, storage.may_go_on)  # type: ignore[assignment]
+    run_and_close(begin_a_save)
+    asyncio.run(save())
+    assert manager.steps() == (2,)
