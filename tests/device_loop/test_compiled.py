@@ -245,6 +245,35 @@ async def test_steps_are_skipped_and_the_loss_scale_follows(pair: ar.Strategy) -
     assert found[0][1:] == found[1][1:] == (6, (6, 1, 16.0))
 
 
+@pytest.mark.parametrize("scans", [True, False])
+async def test_versions_count_the_updates_of_which_some_are_skipped(
+    pair: ar.Strategy, scans: bool
+) -> None:
+    found = []
+    for options in ({}, {"compile": "jax", "every": 3}):
+        with pair.scope():
+            w = ar.Variable(np.zeros(2, np.float32), aggregation="only_first_replica")
+            scale = ar.optimizers.DynamicLossScale(8.0, growth_interval=2)
+            optimizer = ar.optimizers.Adam(0.1, loss_scale=scale, measure_norm=True)
+
+        def step(ctx: ar.MultiStepContext, x: Any, w: Any = w, optimizer: Any = optimizer) -> None:
+            for sign in (1, -1):  # the second one is skipped in the third step
+                gradient = jax.numpy.sqrt(sign * x)
+                optimizer.blocking.apply_gradients([(gradient, w)])
+            w.blocking.assign_add(x)
+
+        values = [np.float32([1 if i == 2 else 0, 0]) for i in range(5)]
+        batches = [(ar.PerReplica([x] * 2),) for x in values]
+        with mock.patch.object(Trial, "prefers_scan", return_value=scans):
+            await pair.run_steps(step, iter(batches), 5, **options)
+        factor, *_ = optimizer.settings.loss_scaling.variables  # eager steps write what has changed
+        others = [each for each in optimizer.settings.variables if each is not factor]
+        found.append([each.version for each in (w, *others)])
+
+    assert found[0] == found[1]
+    assert found[0][:3] == [14, 9, 1]  # of the value, the iterations and the skipped steps
+
+
 async def test_a_variable_written_meanwhile_is_not_overwritten(pair: ar.Strategy) -> None:
     w, _, step = model(pair, adam)
     await pair.run_steps(step, iter(elements(pair, 1)), 1, compile="jax")

@@ -289,6 +289,56 @@ async def test_numbers_are_asked_for_step_by_step() -> None:
     assert asked[1] == [*asked[0], rate, base]  # for `finish`, once
 
 
+def by_a_branch(w: Any) -> Any:
+    return np.clip(w, -1, 1) if np.any(w > 5) else w
+
+
+def by_an_array(w: Any) -> Any:
+    return np.clip(np.asarray(w), -1, 1)
+
+
+def by_a_number(w: Any) -> Any:
+    return w / max(1.0, float(np.linalg.norm(w)))
+
+
+CONSTRAINTS = {
+    "norm": lambda w: w / np.maximum(1, np.linalg.norm(w)),
+    "jax": lambda w: jnp.clip(w, -1, 1),
+    "method": lambda w: w.clip(-1, 1),
+    "rows": lambda w: np.stack([np.maximum(row, 0) for row in w]) / len(w),
+    "parts": lambda w: np.concatenate([w[:1] * 0, w[1:]]),
+    "kind": lambda w: np.where(w > 1, 1, w) if isinstance(w, np.ndarray) else jnp.minimum(w, 1),
+    "branch": by_a_branch,
+    "array": by_an_array,
+    "number": by_a_number,
+}
+UNKNOWN = {"branch": "branches on", "array": "function of NumPy", "number": "a number that is not"}
+
+
+@pytest.mark.parametrize("kind", CONSTRAINTS)
+async def test_constraints_give_the_same_or_say_what_is_not_known(kind: str) -> None:
+    found = []
+    for options in ({}, {"compile": "jax"}):
+        async with mirrored(2) as strategy:
+            with strategy.scope():
+                begin = np.full((3, 2), 2, np.float32)
+                w = ar.Variable(begin, constraint=CONSTRAINTS[kind])
+                sgd = ar.optimizers.SGD(0.1)
+
+            def step(ctx: ar.MultiStepContext, x: Any, w: Any = w, sgd: Any = sgd) -> None:
+                sgd.blocking.apply_gradients([(x, w)])
+
+            batches = [ar.PerReplica([np.full((3, 2), i, np.float32)] * 2) for i in range(4)]
+            if options and kind in UNKNOWN:
+                with pytest.raises(TypeError, match=UNKNOWN[kind]):
+                    await strategy.run_steps(step, iter(batches), 4, **options)
+                np.testing.assert_array_equal(w.value, begin)
+                return
+            await strategy.run_steps(step, iter(batches), 4, **options)
+            found.append(w.value.copy())
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
+
+
 @pytest.mark.parametrize("as_array", [False, True])
 @pytest.mark.parametrize(
     "weight",

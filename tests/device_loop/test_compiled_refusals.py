@@ -23,6 +23,8 @@ from tests.replica.gated import me
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402 - jax may be missing
 
+from aioreplica.device_loop._compiled._program import Trial  # noqa: E402
+
 pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio, pytest.mark.slow]
 
 
@@ -272,6 +274,107 @@ async def test_elements_of_64_bits_are_not_cut(pair: ar.Strategy, number: int, a
         await pair.run_steps(step, iterator, 1, compile="jax")
     np.testing.assert_array_equal(seen.value, limits if at else [0, 0])
     assert seen.version == at
+
+
+WIDE = np.int64(2**40)
+
+
+def adds(v: ar.Variable, x: Any) -> None:
+    v.blocking.assign_add(x + WIDE)  # here
+
+
+def multiplies(v: ar.Variable, x: Any) -> None:
+    v.blocking.assign(WIDE * x)  # here
+
+
+def chooses(v: ar.Variable, x: Any) -> None:
+    v.blocking.assign(jnp.where(x > 3, WIDE, x))  # here
+
+
+def assigns(v: ar.Variable, x: Any) -> None:
+    v.blocking.assign(np.array([1, WIDE]))  # here
+
+
+@pytest.mark.parametrize("change", [adds, multiplies, chooses, assigns])
+async def test_integers_of_a_closure_are_not_cut(pair: ar.Strategy, change: Any) -> None:
+    with pair.scope():
+        v = ar.Variable(np.zeros(2, np.int64), trainable=False, aggregation="only_first_replica")
+
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        assert np.log2(np.array([WIDE]))[0] == 40  # NumPy's own affair
+        change(v, x)
+
+    batches = iter([ar.PerReplica([np.array([3, 4])] * 2)])
+    with pytest.raises(OverflowError, match="The step holds 1099511627776, which int32") as caught:
+        await pair.run_steps(step, batches, 1, compile="jax")
+
+    assert any(line_of(change) in note for note in caught.value.__notes__)
+    assert v.version == 0
+
+
+LARGEST = 2**31 - 1
+
+
+@pytest.mark.parametrize("scans", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "begin", "change", "options", "at"),
+    [
+        (np.int64, LARGEST - 3, lambda v, x: v.blocking.assign_add(x), {}, 3),
+        (np.int64, -LARGEST, lambda v, x: v.blocking.assign_sub(x), {}, 1),
+        (np.uint64, 3, lambda v, x: v.blocking.assign_sub(x), {}, 3),
+        (np.int64, LARGEST - 3, lambda v, x: v.blocking.assign(v.value + x), {}, 3),
+        (np.int64, 0, lambda v, x: v.blocking.assign_add(x * 2**30), {"aggregation": "sum"}, 0),
+        (
+            np.int64,
+            LARGEST - 3,
+            lambda v, x: v.blocking.assign_add(jnp.where(me().replica_id_in_sync_group, x, 0)),
+            {"aggregation": "sum", "synchronization": "on_read"},
+            3,
+        ),
+    ],
+    ids=["added", "subtracted", "below 0", "assigned", "sum over replicas", "of one replica"],
+)
+async def test_integers_that_pass_32_bits_end_the_run_before(
+    pair: ar.Strategy, dtype: Any, begin: int, change: Any, options: Any, at: int, scans: bool
+) -> None:
+    how = {"trainable": False, "aggregation": "only_first_replica"}
+    with pair.scope():
+        v = ar.Variable(np.array([5, begin], dtype), **{**how, **options, "name": "v"})
+        free = ar.Variable(np.zeros((), np.uint64), **how)
+
+    def step(ctx: ar.MultiStepContext, x: Any, y: Any) -> None:
+        change(v, x)
+        free.blocking.assign(y)
+
+    ones = ar.PerReplica([np.array([0, 1], dtype)] * 2)
+    limits = [ar.PerReplica([np.uint64(2**32 - 1) * (i % 2)] * 2) for i in range(6)]
+    batches = [(ones, limit) for limit in limits]  # a jump by itself is none of its business
+    with mock.patch.object(Trial, "prefers_scan", return_value=scans):
+        with pytest.raises(OverflowError, match=f"Variable 'v' has u?int64, .* in step {at}: "):
+            await pair.run_steps(step, iter(batches), 6, compile="jax")
+        assert (v.version, free.version) == (at, at)
+
+        jax.config.update("jax_enable_x64", True)
+        try:
+            await pair.run_steps(step, iter(batches), 6, compile="jax")
+        finally:
+            jax.config.update("jax_enable_x64", False)
+        assert v.version == at + 6
+
+
+async def test_counts_of_steps_that_32_bits_do_not_hold(pair: ar.Strategy) -> None:
+    with pair.scope():
+        w = ar.Variable(np.ones(4, np.float32))
+        sgd = ar.optimizers.SGD(0.1)
+
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        sgd.blocking.minimize(lambda: jnp.sum(w.value * x), backend="jax")
+
+    await sgd.iterations.assign(2**31 - 2**20)
+    await pair.run_steps(step, iter([element()]), 1, compile="jax")
+    with pytest.raises(OverflowError, match=r"have made \[2146435073\] updates"):
+        await pair.run_steps(step, iter([element()]), 1, compile="jax")
+    assert w.version == 1
 
 
 async def test_optimizers_of_other_libraries(pair: ar.Strategy) -> None:

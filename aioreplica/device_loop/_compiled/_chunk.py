@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, final
 
-import jax
 import numpy as np
 import numpy.typing as npt
+
+from ._untraceable import require_32_bits
 
 Array = npt.NDArray[Any]
 
@@ -56,18 +57,8 @@ class Chunk:
         Raises:
             OverflowError: If one would be cut.
         """
-        for array in self.elements:
-            dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-            rows = array[:, : self.num_steps]  # nothing was written into the others
-            if array.dtype.kind not in "iu" or dtype == array.dtype or not rows.size:
-                continue
-            limits, least, most = np.iinfo(dtype), rows.min(), rows.max()
-            if least < limits.min or most > limits.max:
-                raise OverflowError(
-                    f"An element holds {most if most > limits.max else least}, which {dtype} does "
-                    "not, in which jax computes. Call jax.config.update"
-                    '("jax_enable_x64", True) at program start.'
-                )
+        found = [array[:, : self.num_steps] for array in self.elements]  # others hold anything
+        require_32_bits(found, "An element")
         return self.elements
 
 

@@ -27,10 +27,14 @@ from ._devices import Gang, only_one
 from ._program import Report, StepProgram
 from ._programs import CompiledSteps
 from ._state import State
-from ._update import MAX_VARIABLES, NO_WEIGHT, NOT_FINITE
+from ._untraceable import WIDEN
+from ._update import MAX_VARIABLES, NO_WEIGHT, NOT_FINITE, WRAPPED
 
 MAX_CHUNK = 64
 """How many steps one program runs at most; fewer if their elements are large."""
+
+MAX_COUNT = 2**31 - 2**20
+"""Up to which number steps and updates are counted in 32 bits: a chunk stays within them."""
 
 
 @final
@@ -185,11 +189,18 @@ class CompiledLoop:
         Raises:
             NonFiniteError: If an update is not finite, with the steps before it published.
             ValueError: If no replica has any weight.
+            OverflowError: If there were too many steps, or a variable passes 32 bits.
         """
         program, state = self._program, self._state
         assert program is not None  # the chunk has an element
         assert state is not None
         begun, updates = state.carry, state.num_updates()
+        counts = [self._first + self._done, *updates.values()]
+        if max(counts) > MAX_COUNT:
+            raise OverflowError(
+                f"The strategy has run {counts[0]} steps, and optimizers have made {counts[1:]} "
+                f"updates. Compiled steps count up to {MAX_COUNT} of either: leave out `compile`."
+            )
         inputs, chunk.inputs = chunk.inputs or self._inputs(program, chunk), None
         numbers = np.array([self._done, self._first, *updates.values()], np.int32)
         args = (inputs, numbers, program.table(chunk.size, updates))
@@ -339,6 +350,12 @@ class CompiledLoop:
 def _failure(program: StepProgram, code: int, number: int) -> Exception:
     """Return the error of a step that has reported a code."""
     kind, index = divmod(code, MAX_VARIABLES)
+    if kind == WRAPPED:
+        return OverflowError(
+            f"Variable {program.state[index].name!r} has {program.state[index].dtype}, which jax "
+            f"computes in 32 bits here, and passes what they hold in step {number}: it changes by "
+            f"2**31 or more. {WIDEN}"
+        )
     name = [v.name for variables, _ in program.applied.values() for v in variables][index]
     if kind == NO_WEIGHT:
         return ValueError(

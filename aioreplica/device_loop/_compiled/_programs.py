@@ -17,6 +17,7 @@ from ...tree import Array, DType, flatten
 from ...values import Variable, WeakVariableDict
 from ._devices import jax_devices
 from ._program import StepProgram, Trial
+from ._untraceable import require_32_bits
 
 MAX_PROGRAMS = 32
 """How many programs a strategy keeps; the one that was not used for longest goes first."""
@@ -190,13 +191,8 @@ def _narrowed(variable: Variable, part: Array) -> Array:
     dtype = jax.dtypes.canonicalize_dtype(part.dtype)
     if dtype == part.dtype:
         return part
-    narrow = part.astype(dtype)
-    if part.dtype.kind in "iu" and not np.array_equal(narrow, part):
-        raise OverflowError(
-            f"Variable {variable.name!r} holds numbers that {dtype} does not, in which jax "
-            'computes. Call jax.config.update("jax_enable_x64", True) at program start.'
-        )
-    return narrow
+    require_32_bits([part], f"Variable {variable.name!r}")
+    return part.astype(dtype)
 
 
 def _require_equal(variable: Variable, parts: Sequence[Array]) -> None:

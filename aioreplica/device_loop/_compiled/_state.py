@@ -92,10 +92,7 @@ class State:
             parts = [of_first(array)] * size if program.is_mirrored[i] else of_each(array)
             made = {id(part): _published(part, variable) for part in parts}
             changes[variable] = tuple(made[id(part)] for part in parts)
-            counts[variable] = 0
-            for source in sources:
-                times = 1 if source is None else program.applied[source][1]
-                counts[variable] += num_steps if source is None else self._counts[source] // times
+            counts[variable] = self._num_writes(variable, sources, num_steps)
         for optimizer, count in self._counts.items():
             if count:
                 iteration = int(optimizer.iterations.components[0]) + count
@@ -112,6 +109,24 @@ class State:
         self._bases.update(changes)  # and not what they hold now: who wrote since is seen
         self._programs.keep(program, self._bases, self.carry[0])
         self._counts = dict.fromkeys(self._counts, 0)
+
+    def _num_writes(
+        self, variable: Variable, sources: Sequence[Optimizer | None], num_steps: int
+    ) -> int:
+        """Return how many writes of a variable so many steps stand for; skipped updates are none.
+
+        Args:
+            variable: Which one.
+            sources: What writes it in a step, for each write.
+            num_steps: How many steps.
+        """
+        count = num_steps * sources.count(None)
+        for optimizer in dict.fromkeys(source for source in sources if source is not None):
+            times, made = self._program.applied[optimizer][1], self._counts[optimizer]
+            if variable is optimizer.settings.skipped:
+                made = num_steps * times - made
+            count += made * sources.count(optimizer) // times
+        return count
 
     def __repr__(self) -> str:
         return f"<State | {len(self._bases)} variables>"

@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
+from functools import reduce
 from types import CodeType
 from typing import Any, NoReturn, TypeAlias, final
 
@@ -27,12 +28,15 @@ from ...tree import Array, Tree, flatten, map_leaves, map_nodes, unflatten
 from ...typing import OpName, ReduceOp, VariableAggregation
 from ...values import IndexedSlices, Variable, Weighted, fitting, is_floating
 from ._prepared import Prepared, Which, multipliers_of, prepared_for
-from ._untraceable import without_io
-from ._update import apply_traced, traced_scale
+from ._untraceable import may_wrap, only_recorded, require_own_dtype
+from ._update import MAX_VARIABLES, WRAPPED, apply_traced, traced_scale
 
 Traced: TypeAlias = jax.Array
 AXIS = "replica"
 """The axis of the mesh: one jax device for each replica."""
+
+ROUNDED = 2**12
+"""How far numbers of up to 32 bits may be wrong as a few sums of float32."""
 
 REFUSED = (
     "merge_call", "start_all_reduce", "agree", "group", "variable", "update", "run_on_device",
@@ -90,6 +94,7 @@ class StepTrace:
         self.codes: list[Traced] = []
         self.key_names: dict[tuple[str, bool], None] = {}
         self._keys = keys
+        self._asked: dict[Variable, bool] = {}  # for which the step itself
         self._table = table
         self._in_order = in_order
 
@@ -105,7 +110,7 @@ class StepTrace:
             PLACE.set(Place(self.strategy, self.replica))  # type: ignore[arg-type]  # runs no op
             OVERRIDES.set(self)
             TRACE.set(self)
-            with without_io(self.refusal):
+            with only_recorded(self.refusal):
                 return fn(ctx, *inputs)
 
         result = copy_context().run(call)
@@ -124,6 +129,10 @@ class StepTrace:
 
     def read(self, variable: Variable) -> Traced:
         """Return what a variable holds at this point of the step."""
+        self._asked[variable] = True
+        return self._held(variable)
+
+    def _held(self, variable: Variable) -> Traced:
         found = self.values.get(variable)
         if found is not None:
             return found
@@ -132,7 +141,7 @@ class StepTrace:
                 f"The step reads variable {variable.name!r} now, which it did not when it was "
                 "recorded first. A compiled step has to do the same each time."
             )
-        require_32_bits(variable)
+        require_own_dtype(variable)
         found = self.values[variable] = jnp.asarray(variable.components[0])
         return found
 
@@ -153,8 +162,10 @@ class StepTrace:
 
     def write(self, variable: Variable, value: Traced, source: Optimizer | None = None) -> None:
         """Let a variable hold something else from here on."""
-        old = self.read(variable)
-        self.values[variable] = jnp.asarray(value).astype(old.dtype)
+        old = self._held(variable)
+        new = self.values[variable] = jnp.asarray(value).astype(old.dtype)
+        if source is not None and variable is not source.settings.iterations:  # those are foreseen
+            self._fail_if_wrapped(variable, old, new)
         self.written.setdefault(variable, []).append(source)
 
     def assign(self, variable: Variable, verb: str, value: object) -> Traced:
@@ -169,7 +180,7 @@ class StepTrace:
         if isinstance(value, IndexedSlices) or verb.startswith("scatter"):
             raise TypeError(f"{verb} of {variable.name!r} with IndexedSlices cannot be compiled.")
         given = value.value if isinstance(value, Variable) else value
-        array, old = jnp.asarray(given), self.read(variable)
+        array, old = jnp.asarray(given), self._held(variable)
         fitting(variable, given if isinstance(given, int) else _blank(array))
         new = array.astype(old.dtype)
         if variable.is_mirrored and not self.strategy.has_plain_values:
@@ -179,6 +190,8 @@ class StepTrace:
             new = new.astype(old.dtype)
         if verb != "assign":
             new = old + new if verb == "assign_add" else old - new
+        if verb != "assign" or variable in self._asked:
+            self._fail_if_wrapped(variable, old, new)
         self.write(variable, new)
         return self.values[variable]
 
@@ -191,6 +204,9 @@ class StepTrace:
         if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return self.first([new])[0]
         if variable.aggregation is not VariableAggregation.MEAN:
+            if may_wrap(variable):
+                whole = self.sum([new.astype(jnp.float32)])[0]
+                self._fail_beyond(variable, whole, jnp.iinfo(new.dtype).max)
             return self.sum([new])[0]
         if variable.dtype.kind in "iu":
             return self._whole_mean(new)
@@ -219,12 +235,7 @@ class StepTrace:
         if self._in_order:
             sums = list(lax.psum(tuple(wide), AXIS))
         else:
-            sums = []
-            for part in wide:
-                first, *others = lax.all_gather(part, AXIS)
-                for other in others:
-                    first = first + other
-                sums.append(first)
+            sums = [reduce(jnp.add, lax.all_gather(part, AXIS)) for part in wide]
         return [total.astype(part.dtype) for total, part in zip(sums, parts, strict=True)]
 
     def mean(self, parts: Sequence[Traced]) -> list[Traced]:
@@ -307,6 +318,19 @@ class StepTrace:
             used += len(each.numbers)
         return [rows[i] for i in which]
 
+    def _fail_if_wrapped(self, variable: Variable, old: Traced, new: Traced) -> None:
+        """Fail the step if a number has changed by half of what 32 bits hold: it has wrapped."""
+        if may_wrap(variable):
+            change = new.astype(jnp.float32) - old.astype(jnp.float32)
+            self._fail_beyond(variable, change, 2**31)
+
+    def _fail_beyond(self, variable: Variable, size: Traced, limit: int) -> None:
+        is_beyond = jnp.any(jnp.abs(size) >= limit - ROUNDED).astype(jnp.int32)
+        if self.num_replicas > 1 and not variable.is_mirrored:
+            is_beyond = lax.pmax(is_beyond, AXIS)
+        at = next(i for i, each in enumerate(self.values) if each is variable)
+        self.fail(is_beyond * (WRAPPED * MAX_VARIABLES + at))
+
     def fail(self, code: Traced) -> None:
         """Report a code that is not 0 if the step fails."""
         self.codes.append(code.astype(jnp.int32))
@@ -345,20 +369,6 @@ class StepTrace:
 
     def __repr__(self) -> str:
         return f"<StepTrace | {len(self.values)} variables, {len(self.written)} written>"
-
-
-def require_32_bits(variable: Variable) -> None:
-    """Check that jax computes with a variable's own dtype.
-
-    Raises:
-        ContextError: If it is of 64 bits and floating, and jax may not use 64.
-    """
-    if variable.trainable and jax.dtypes.canonicalize_dtype(variable.dtype) != variable.dtype:
-        raise ContextError(
-            f"Variable {variable.name!r} has dtype {variable.dtype}, which jax computes in 32 "
-            'bits. Make it of float32, or call jax.config.update("jax_enable_x64", True) at '
-            "program start."
-        )
 
 
 @final

@@ -8,7 +8,8 @@ same order: sum, unscale, check, clip, apply.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from numbers import Integral, Number
 from typing import Any, Protocol, TypeAlias, final
@@ -36,9 +37,9 @@ from ...optimizers import (
 from ...values import IndexedSlices, Variable, Weighted, is_floating
 
 Traced: TypeAlias = jax.Array
-NOT_FINITE, UPDATE_NOT_FINITE, NO_WEIGHT = 1, 2, 3
+NOT_FINITE, UPDATE_NOT_FINITE, NO_WEIGHT, WRAPPED = 1, 2, 3, 4
 """Codes of steps that fail; times `MAX_VARIABLES`, plus the number of the variable among all that
-the optimizers of the step move."""
+the optimizers of the step move, of one that has wrapped among those of the program."""
 MAX_VARIABLES = 1 << 20
 
 
@@ -130,12 +131,18 @@ class Buffer(NDArrayOperatorsMixin):
         if fn is np.copyto:
             target, *inputs = args
             return self._called("positive", inputs, target, options)
-        return self._called(fn.__name__, args, options.pop("out", None), options)
+        owner = jnp.linalg if fn.__module__ == np.linalg.__name__ else jnp
+        return self._called(fn.__name__, args, options.pop("out", None), options, owner)
 
     def _called(
-        self, name: str, inputs: Sequence[Any], target: Buffer | None, options: dict[str, Any]
+        self,
+        name: str,
+        inputs: Sequence[Any],
+        target: Buffer | None,
+        options: dict[str, Any],
+        owner: Any = jnp,
     ) -> Any:
-        fn = getattr(jnp, name, None)
+        fn = getattr(owner, name, None)
         if fn is None:
             raise TypeError(f"An update rule used np.{name}, which jax does not have.")
         where = options.pop("where", True)
@@ -151,6 +158,8 @@ class Buffer(NDArrayOperatorsMixin):
         """Return a number in this dtype, as NumPy takes Python's, or an array as it is."""
         if isinstance(part, Buffer):
             return part.array
+        if isinstance(part, (list, tuple)):
+            return type(part)(map(self._plain, part))
         if isinstance(part, jax.Array) and part.ndim == 0 and is_floating(self.dtype):
             return part.astype(self.dtype)
         return part
@@ -160,6 +169,26 @@ class Buffer(NDArrayOperatorsMixin):
 
     def __setitem__(self, index: object, value: Any) -> None:
         self.array = self.array.at[index].set(self._plain(value))
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __iter__(self) -> Iterator[Buffer]:
+        return map(Buffer, self.array)
+
+    # jax says of each of these that the number is not known yet
+
+    def __array__(self, *_: object, **__: object) -> Any:
+        return np.asarray(self.array)
+
+    def __bool__(self) -> bool:
+        return bool(self.array)
+
+    def __float__(self) -> float:
+        return float(self.array)
+
+    def __index__(self) -> int:
+        return operator.index(self.array)
 
     def __repr__(self) -> str:
         return f"<Buffer | {self.dtype}{list(self.shape)}>"
@@ -415,10 +444,24 @@ def _apply_rule(
             value, found = optimizer.update(prepared, old[0], Buffer(gradient), of_slots)  # type: ignore[arg-type]
             results = [value, *(found[name] for name in optimizer.slot_names)]
         if variable.constraint is not None:
-            results[0] = variable.constraint(results[0])
+            results[0] = _constrained(variable.constraint, results[0])
         for each, before, after in zip(group, old, results, strict=True):
             plain = after.array if isinstance(after, Buffer) else jnp.asarray(after)
             changed[each] = plain.astype(before.dtype)
+
+
+def _constrained(constraint: Callable[[Any], Any], value: Any) -> Any:
+    """Call a constraint, which is written with NumPy's functions or those of jax."""
+    array = value.array if isinstance(value, Buffer) else value
+    try:
+        return constraint(Buffer(array))
+    except Exception as error:  # noqa: BLE001 - raised below if this does not help
+        try:
+            return constraint(array)
+        except Exception:
+            if isinstance(error, jax.errors.JAXTypeError):  # the one that names the reason
+                raise error from None
+            raise
 
 
 def _write_unless_skipped(
@@ -447,7 +490,7 @@ def _write_unless_skipped(
         for variable in scaling.variables:
             old = trace.read(variable)
             failed = jnp.where(of_finite, old, shrunk[variable])
-            trace.write(variable, jnp.where(after, grown[variable], failed), optimizer)
+            trace.write(variable, jnp.where(after, grown[variable], failed))  # in every step
 
 
 def _scale_after(
