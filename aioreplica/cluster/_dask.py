@@ -409,16 +409,12 @@ class _DaskSubmission(Submission):
         self.future = future
 
     async def wait(self) -> None:
-        distributed = load_dask()
-        try:
-            with self._client.as_current():
-                waiting = distributed.wait(self.future)
-            await waiting
-        except distributed.client.FuturesCancelledError as error:
+        error = await self.future.exception()  # `distributed.wait` makes two tasks of its own
+        if error is not None:
+            raise _translated(error)
+        if self.future.cancelled():
             self._engine.notice_loss()
-            raise WorkerLostError(f"The Dask cluster has dropped a closure: {error}") from error
-        if self.future.status == "error":
-            raise _translated(await self.future.exception())
+            raise WorkerLostError(f"The Dask cluster has dropped a closure: {self.future.key}")
 
     async def result(self) -> Any:
         distributed = load_dask()

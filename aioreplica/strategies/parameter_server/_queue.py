@@ -23,10 +23,10 @@ from typing import Any, Literal, final
 from ...cluster import Submission
 from ._packing import Packed
 
-FIRST_WAITING, MIN_WAITING, MAX_WAITING = 4, 2, 32
+FIRST_WAITING, MIN_WAITING, MAX_WAITING = 4, 2, 64
 """Closures that wait with a worker before it is known how long they take, at least and at most."""
 
-FILL_S = 0.1
+FILL_S = 0.2
 """How long a full worker has work. It gets more when half is left, which is enough while messages
 are on their way (Dask sends some every 10 ms), and makes fewer of them: one costs more than a short
 closure in it."""
@@ -93,6 +93,33 @@ class ScheduledClosure:
     def is_over(self) -> bool:
         """True if the closure has succeeded, failed or was cancelled."""
         return self.state == "over"
+
+    def fail(self, error: BaseException) -> None:
+        """Have an error in place of a result, unless it is settled."""
+        if not self.settled.done():
+            self.settled.set_exception(error)
+            self.settled.exception()  # looked at: it need not be fetched
+
+    def let_go(self) -> None:
+        """Keep, once it is over, what its RemoteValue needs, which may live long."""
+        self.abort = None  # else it is a circle, which keeps the result until it is collected
+        if not self.settled.done():
+            self.settled.set_result(None)
+        elif self.settled.exception() is not None:
+            self.call = Packed(b"", ())
+            if self.began_s is None:
+                self.submission = None
+
+    def made_again(self, error: BaseException | None = None) -> None:
+        """Tell who waits that it was made again, or why it was not."""
+        again, self.again = self.again, None
+        if again is None or again.done():
+            return
+        if error is None:
+            again.set_result(None)
+        else:
+            again.set_exception(error)
+            again.exception()  # looked at: who asked may have gone
 
 
 @final

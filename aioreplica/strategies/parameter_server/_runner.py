@@ -6,22 +6,21 @@ The queue decides; what is here sends, waits, tells servers and wakes who waits.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, cast, final
 
 from ...cluster import Submission
 from ...devices import OwnedTask
-from ...errors import ClosureCancelledError, ContextError, StallError, WorkerLostError
+from ...errors import ClosureCancelledError, ContextError, WorkerLostError
 from ._closure import Closure, ClosureFailedError
 from ._messages import CoordinatorStatistics, ServerStatistics, Stamp, summed
-from ._packing import HomeSide, Packed
-from ._queue import GRACE_S, ClosureQueue, ScheduledClosure
+from ._packing import HomeSide
+from ._queue import ClosureQueue, ScheduledClosure
 from ._remote_value import error_of
-from ._servers import Servers
 from ._strategy import ParameterServerStrategy
+from ._watch import WorkerWatch
 
 MAX_REPAIRS = 20
 """So many times a closure is sent again because of parameter servers that it has not reached."""
@@ -77,7 +76,7 @@ class ClosureRunner:
         self._strategy.runner = self
         self.queue = queue
         self.is_open = True
-        self._watch = WorkerWatch(self, self._strategy.servers)
+        self._watch = WorkerWatch(self, self._strategy.servers, self._max_attempts)
         self._watch.begin()
         for closure in queue.with_workers():
             self._start_following(closure)
@@ -214,7 +213,7 @@ class ClosureRunner:
     async def _finished(self, closure: ScheduledClosure) -> None:
         self.queue.finished(_now(), closure)
         if closure.again is not None:
-            _settle_again(closure, None)
+            closure.made_again()
             self.pump()
             return
         self.counts["finished"] += 1
@@ -232,7 +231,7 @@ class ClosureRunner:
             error = self._strategy.servers.noticed(error)
         if closure.again is not None:
             self.queue.drop(_now(), closure)
-            _settle_again(closure, error)
+            closure.made_again(error)
             self.pump()
         elif not closure.is_over:
             self.counts["failed"] += 1
@@ -276,7 +275,7 @@ class ClosureRunner:
                 if not closure.settled.done():
                     self.counts["cancelled"] += closure is not failed
                     own = is_of_all or closure is failed
-                    _settle(closure, error if own else _cancelled(closure, error))
+                    closure.fail(error if own else _cancelled(closure, error))
                 self._ended(closure)
             self.queue.ended(is_alone=is_alone)
             while self.room and not is_alone:
@@ -295,7 +294,7 @@ class ClosureRunner:
             self.fail(error)
 
     def _ended(self, closure: ScheduledClosure) -> None:
-        _let_go(closure)
+        closure.let_go()
         self._strategy.closure_ended(closure)
 
     async def make_again(self, closure: ScheduledClosure) -> None:
@@ -313,19 +312,6 @@ class ClosureRunner:
             self.queue.add_again(closure)
             self.pump()
         await asyncio.shield(closure.again)
-
-    def send_again(self, closures: list[ScheduledClosure]) -> None:
-        """Send closures elsewhere that were taken from their workers."""
-        submissions = [closure.submission for closure in closures if closure.submission]
-        for closure in closures:
-            closure.submission = None
-        if submissions:
-            cancelling = self._strategy.engine.cancel(submissions)
-            self.start(cancelling, "cancel what runs elsewhere")
-        for closure in closures:
-            if len(closure.lost_with) >= self._max_attempts:
-                self.failed(closure, _given_up(closure, self._max_attempts))
-        self.pump()
 
     # ---- for the coordinator ---------------------------------------------------------------
 
@@ -362,7 +348,7 @@ class ClosureRunner:
             self.failed(closure, error)
         for closure in self.queue.with_workers():
             closure.state = "over"
-            _settle_again(closure, error)
+            closure.made_again(error)
         for _, submission in left:
             submission.stop()
         self._outbox.clear()
@@ -434,156 +420,12 @@ def _not_again(closure: ScheduledClosure) -> WorkerLostError:
     )
 
 
-def _settle(closure: ScheduledClosure, error: BaseException) -> None:
-    if not closure.settled.done():
-        closure.settled.set_exception(error)
-        closure.settled.exception()  # looked at: it need not be fetched
-
-
-@final
-class WorkerWatch:
-    """Looks after workers: which there are, which hang, and which have too much to do.
-
-    Args:
-        runner: Who sends closures.
-        servers: The parameter servers; their engine tells of workers.
-    """
-
-    def __init__(self, runner: ClosureRunner, servers: Servers) -> None:
-        self._runner = runner
-        self._servers = servers
-        self._engine = servers.engine
-        self._copies = servers.copies
-        self._hung: set[str] = set()
-        self._looks_at = math.inf
-        self._look_sooner = asyncio.Event()
-
-    def begin(self) -> None:
-        """Look from now on."""
-        self._engine.watch(self)
-        if self._copies is not None:
-            self._copies.when_promoted = self.learn_of_copy
-        self.learn_workers(self._engine.workers_now)
-        self._runner.start(self._keep_looking(), "watch over closures")
-
-    def end(self) -> None:
-        """Look no more."""
-        self._engine.unwatch(self)
-        if self._copies is not None:
-            self._copies.when_promoted = bool
-
-    def learn_workers(self, workers: Mapping[str, int]) -> None:
-        """Take note of the workers that there are; what those had who have gone runs again."""
-        if self._engine.lost is not None:
-            self._lose_all()
-            return
-        self._hung &= workers.keys()
-        now = {name: slots for name, slots in workers.items() if name not in self._hung}
-        self._runner.send_again(self._runner.queue.set_workers(_now(), now))
-
-    def _lose_all(self) -> None:
-        """Learn that the cluster was lost; what is not over is lost with it."""
-        for closure in self._runner.queue.set_workers(_now(), {}):
-            closure.submission = None
-        self._fail_all(self._servers.lost_error())
-
-    def learn_of_copy(self) -> None:
-        """Send again what waits with workers: it knows the server that was lost."""
-        self._runner.send_again(self._runner.queue.take_waiting(_now()))
-
-    def look_in_time(self) -> None:
-        """Look sooner than was intended, if the queue says so."""
-        if self._runner.queue.next_look() < self._looks_at:
-            self._look_sooner.set()
-
-    async def _keep_looking(self) -> None:
-        """Look at the queue whenever its clocks say so."""
-        queue = self._runner.queue
-        while True:
-            self._look_sooner.clear()
-            self._looks_at = queue.next_look()
-            left = None if self._looks_at == math.inf else max(0.0, self._looks_at - _now())
-            with suppress(TimeoutError):
-                async with asyncio.timeout(left):
-                    await self._look_sooner.wait()
-            now = _now()
-            for closure in queue.overdue(now):
-                self._restart_worker_of(closure)
-            alone_s = queue.alone_for(now)
-            if alone_s is not None:
-                self._nobody_comes(alone_s)
-            self._runner.send_again(queue.take_back(now))
-
-    def _restart_worker_of(self, closure: ScheduledClosure) -> None:
-        worker, limit = closure.worker or "", closure.timeout_s or 0.0
-        self._hung.add(worker)
-        lost = self._runner.queue.lose_worker(_now(), worker)
-        self._runner.failed(
-            closure,
-            StallError(
-                f"The closure {closure.fn_name} was given {limit:g} s, and its worker {worker} has "
-                f"not answered for {limit + GRACE_S:g} s: it hangs, or the closure holds the GIL. "
-                "It gets no closures any more, and is told to restart.",
-                timeout_s=closure.timeout_s,
-            ),
-        )
-        self._runner.send_again([each for each in lost if each is not closure])
-        self._runner.start(self._restart(worker), f"restart of worker {worker}")
-
-    async def _restart(self, worker: str) -> None:
-        await self._engine.restart_worker(worker)
-
-    def _nobody_comes(self, alone_s: float) -> None:
-        count = self._runner.queue.depth
-        error = WorkerLostError(
-            f"There has been no worker for {alone_s:g} s, and {count} closures wait for one. Start "
-            "workers, or give the ClusterCoordinator a longer worker_wait_s."
-        )
-        self._fail_all(error)
-
-    def _fail_all(self, error: WorkerLostError) -> None:
-        for closure in self._runner.queue.waiting_again():
-            self._runner.failed(closure, error)
-        if self._runner.queue.depth:
-            self._runner.fail(error)
-
-
 def _wake(waiter: asyncio.Future[BaseException | None]) -> bool:
     """Wake who waits; False if nobody does any more."""
     if waiter.done():
         return False
     waiter.set_result(None)
     return True
-
-
-def _let_go(closure: ScheduledClosure) -> None:
-    """Keep of a closure that is over what its RemoteValue needs, which may live long."""
-    closure.abort = None  # else it is a circle, which keeps the result until it is collected
-    if not closure.settled.done():
-        closure.settled.set_result(None)
-    elif closure.settled.exception() is not None:
-        closure.call = Packed(b"", ())
-        if closure.began_s is None:
-            closure.submission = None
-
-
-def _settle_again(closure: ScheduledClosure, error: BaseException | None) -> None:
-    again, closure.again = closure.again, None
-    if again is None or again.done():
-        return
-    if error is None:
-        again.set_result(None)
-    else:
-        again.set_exception(error)
-        again.exception()  # looked at: who asked may have gone
-
-
-def _given_up(closure: ScheduledClosure, max_attempts: int) -> WorkerLostError:
-    return WorkerLostError(
-        f"The closure {closure.fn_name} #{closure.number} was lost with each worker that ran it: "
-        f"{', '.join(closure.lost_with)}. It may end their processes, as a crash or too little "
-        f"memory does; otherwise raise max_attempts, which is {max_attempts}."
-    )
 
 
 def _cancelled(closure: ScheduledClosure, error: BaseException) -> ClosureCancelledError:

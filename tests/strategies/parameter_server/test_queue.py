@@ -78,7 +78,7 @@ def test_closures_go_in_turn_and_a_few_wait_with_each_worker(loop: Any) -> None:
     [(0.001, MAX_WAITING), (FILL_S / 4 + 1e-9, 4), (2 * FILL_S, MIN_WAITING), (2 * LONG_S, 1)],
 )
 def test_fewer_wait_behind_long_closures(loop: Any, took_s: float, waiting: int) -> None:
-    c = Coordinator(loop, 40, (A,))
+    c = Coordinator(loop, 80, (A,))
     for number in c.send():
         c.queue.finished((number + 1) * took_s, c.made[number])
     assert len(c.send(99.0)) == 1 + waiting
