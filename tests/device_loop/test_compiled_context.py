@@ -236,6 +236,7 @@ async def test_variables_are_assigned_by_their_rules(gang: ar.Strategy) -> None:
     for here, there in zip(found[1][0], found[0][0], strict=True):
         np.testing.assert_allclose(here, there, rtol=1e-5)
     assert found[1][1][:3] == found[0][1][:3] == [5, 5, 5]
+    assert found[1][1][3] == found[0][1][3]  # the writes of all replicas
 
 
 async def test_keys_of_jax_are_those_of_the_eager_step(pair: ar.Strategy) -> None:

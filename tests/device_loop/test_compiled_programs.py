@@ -68,6 +68,24 @@ async def test_the_faster_way_is_kept(pair: ar.Strategy) -> None:
     assert trial.prefers_scan()
 
 
+async def test_a_way_that_is_nearly_as_fast_is_tried_again() -> None:
+    takes = {"scan": 9.0, "step": 7.0}  # beside other work
+
+    def chunks(count: int) -> list[str]:
+        ways = []
+        for _ in range(count):
+            ways.append("scan" if trial.prefers_scan() else "step")
+            trial.add(ways[-1], takes[ways[-1]])
+        return ways
+
+    trial = Trial()
+    assert chunks(6) == ["scan", "step"] * 3
+    takes["scan"] = 1.0
+    assert chunks(17) == ["step"] * 16 + ["scan"]
+    assert chunks(3) == ["step", "scan", "scan"]
+    assert set(chunks(1000)) == {"scan"}  # the other takes seven times as long
+
+
 @pytest.mark.parametrize("how", ["scan", "step"])
 async def test_reading_ahead_counts_in_the_time_of_both_ways(pair: ar.Strategy, how: str) -> None:
     clock, took = [0.0], []

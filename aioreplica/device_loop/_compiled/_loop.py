@@ -123,6 +123,8 @@ class CompiledLoop:
             ahead = self._taken(blocking, ahead, waits=True)
         if self._done > self._published:  # the last ones, or the iterator was exhausted or failed
             self._publish()
+        if self._state is not None:
+            self._state.keep()
 
     def _taken(
         self, blocking: BlockingContext, chunk: Chunk | None, *, waits: bool
@@ -240,7 +242,7 @@ class CompiledLoop:
                         self._publish_due()
                     ahead = self._ahead(replica, program, chunk)
                 finally:  # an abort is seen there, too: nothing runs behind this block
-                    jax.block_until_ready((new, reported))
+                    jax.block_until_ready(reported)  # and with it all else of the program
                 seconds = perf_counter() - begin
             self._publish_due()  # an observer came meanwhile
             trial.add("scan", seconds)

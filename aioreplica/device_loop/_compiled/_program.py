@@ -56,6 +56,9 @@ MAX_PARTINGS = 8
 TRIALS = 3
 """How many chunks are run in each of the two ways before the faster one is kept."""
 
+AGAIN = 16
+"""Behind how many chunks in that way the other one is tried again, if it is nearly as fast."""
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -106,14 +109,26 @@ class Trial:
     """Finds out whether a scan over a chunk or a call for each step is faster.
 
     Of each, the fastest chunk counts: what else the machine does makes chunks slower, never faster.
+    As it may have done so to all of one way, both are tried once more behind 16 chunks, 64 and so
+    on, unless one of them took twice as long.
     """
 
     def __init__(self) -> None:
         self._seconds: dict[How, list[float]] = {"scan": [], "step": []}
         self._chosen: bool | None = None
+        self._num_chosen, self._again = 0, AGAIN
 
     def prefers_scan(self) -> bool:
         """Tell how to run the next chunk: in turns until both are known."""
+        if self._chosen is not None:
+            self._num_chosen += 1
+            if self._num_chosen >= self._again:
+                self._again *= 4
+                fast, slow = sorted(map(min, self._seconds.values()))
+                if slow < 2 * fast:
+                    self._chosen = None
+                    for found in self._seconds.values():
+                        found.remove(max(found))
         if self._chosen is None:
             scans, steps = self._seconds["scan"], self._seconds["step"]
             if len(scans) < TRIALS or len(steps) < TRIALS:
@@ -279,8 +294,10 @@ class StepProgram:
             state, outputs = carry
             element, seeds = chunk
             index = numbers[0] + jnp.arange(size, dtype=jnp.int32)
-            first, bases = numbers[1], list(numbers[2:])
             own = [a if m else a[0] for a, m in zip(state, mirrored, strict=True)]
+            first, bases = numbers[1], list(numbers[2:])
+            if how == "scan":  # it begins where they are: an array that no step reads is not sent
+                bases = [own[positions[each.iterations]] for each in self.applied]
             begun = (own, [a[0] for a in outputs])
             inputs = ([a[0] for a in element], index, [a[0] for a in seeds])
 
@@ -406,15 +423,16 @@ class StepProgram:
         """Read what calls report, and what their steps recorded."""
         rows = [of_first(row) for row, _ in calls]
         end = -1 - len(self.applied)
-        behind = np.zeros(-end, np.int32)
-        for row in rows:
-            behind += row[end:]
+        if len(rows) == 1:  # of a scan, say
+            codes, behind = rows[0][:end], rows[0][end:].tolist()
+        else:
+            codes = np.concatenate([np.empty(0, np.int32), *(row[:end] for row in rows)])
+            behind = sum((row[end:] for row in rows), np.zeros(-end, np.int32)).tolist()
         records = [
             np.concatenate([np.empty(0), *(np.atleast_1d(of_each(own[i])[0]) for _, own in calls)])
             for i in range(len(self.records))
         ]
-        codes = np.concatenate([np.empty(0, np.int32), *(row[:end] for row in rows)])
-        return Report(codes, bool(behind[0]), behind[1:].tolist(), records)
+        return Report(codes, bool(behind[0]), behind[1:], records)
 
     def expect(self, num_steps: int, bases: Mapping[Optimizer, int]) -> None:
         """Make the next table already, unless it is a user's function that has to be asked."""

@@ -136,7 +136,7 @@ class CompiledSteps:
         state = []
         for variable, is_mirrored in zip(program.state, program.is_mirrored, strict=True):
             parts = components[variable]
-            kept = self._kept.get(variable)
+            kept = self._kept.pop(variable)  # not held beside what this run makes of it
             dtype = jax.dtypes.canonicalize_dtype(variable.dtype)  # it may have changed since
             if kept is not None and kept[0] is parts and kept[1].dtype == dtype:
                 array = kept[1]

@@ -107,8 +107,11 @@ class State:
         if not is_done:
             raise _interference(self._bases, num_steps)
         self._bases.update(changes)  # and not what they hold now: who wrote since is seen
-        self._programs.keep(program, self._bases, self.carry[0])
         self._counts = dict.fromkeys(self._counts, 0)
+
+    def keep(self) -> None:
+        """Keep the arrays behind what was published, for the next run; no step came since."""
+        self._programs.keep(self._program, self._bases, self.carry[0])
 
     def _num_writes(
         self, variable: Variable, sources: Sequence[Optimizer | None], num_steps: int
@@ -121,6 +124,8 @@ class State:
             num_steps: How many steps.
         """
         count = num_steps * sources.count(None)
+        if not variable.is_mirrored:  # each replica writes its own
+            count *= self._program.num_replicas
         for optimizer in dict.fromkeys(source for source in sources if source is not None):
             times, made = self._program.applied[optimizer][1], self._counts[optimizer]
             if variable is optimizer.settings.skipped:
@@ -165,6 +170,8 @@ def _first_outputs(
 
 
 def _published(array: Array, variable: Variable) -> Array:
+    if array.dtype is variable.dtype and not array.flags.writeable:
+        return array  # of jax
     new = array.astype(variable.dtype, copy=False)
     new.flags.writeable = False
     return new
