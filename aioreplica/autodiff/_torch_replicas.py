@@ -1,15 +1,15 @@
 """Copies of a torch module and its optimizer for replicas that run a plain loop.
 
 The engine calls a hook of a parameter when its gradient is there, and what hooks have queued when
-the whole of `backward` is done: there the replicas meet, once, with one array per dtype. In the
-optimizer's step it would be too late: clipping and a GradScaler look at gradients before.
+the whole of `backward` is done: there the replicas meet, once, with the gradients as they lie. In
+the optimizer's step it would be too late: clipping and a GradScaler look at gradients before.
 """
 
 from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -28,11 +28,6 @@ from ._torch_random import SeededDraws, may_draw
 RANDOM_STREAM = "prepare/random"
 STAND_INS = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.bool: torch.uint8}
 """Dtypes that others are summed in: NumPy has no bfloat16, and halves overflow."""
-copy_each: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = vars(torch)[
-    "_foreach_copy_"
-]
-
-
 _BATCHES_DIFFER = (
     "Workers read different batches, but ar.prepare gives each of their replicas a part of one "
     "global batch. Make the loader the same on all workers: one data set in one order, shuffled by "
@@ -63,7 +58,6 @@ class Averaging:
         self._entered: list[SeededDraws] = []
         self._backward = -1
         self._seen = 0
-        self._flat: dict[object, torch.Tensor] = {}
         self._handles: list[Any] = []
 
     def __reduce__(self) -> tuple[object, tuple[()]]:
@@ -148,82 +142,28 @@ class Averaging:
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise TypeError(_sparse_text(name))
         is_first = replica.replica_id_in_sync_group == 0
-        with torch.no_grad():
-            gradients = [parameter.grad for _, parameter in named]
-            buffers = list(self.module.buffers())
-            own = [buffer if is_first else None for buffer in buffers]
-            packed = self._packed("gradients", [p for _, p in named], gradients)
-            state = self._packed("buffers", buffers, own)
-            told = [self._seen, *(gradient is not None for gradient in gradients)]
-            sums = blocking.all_reduce(
-                "sum",
-                ([flat.numpy() for flat in (*packed[0], *state[0])], np.array(told, np.int64)),
-            )
-            if sums[1][0] != num_replicas * self._seen:
-                raise ValueError(_BATCHES_DIFFER)
-            self._seen = 0
-            self._keep_average(named, packed, sums[0][: len(packed[0])], sums[1][1:], num_replicas)
-            for flat, total in zip(state[0], sums[0][len(packed[0]) :], strict=True):
-                np.copyto(flat.numpy(), total)
-            for buffer, view in zip(buffers, state[1], strict=True):
-                if not is_first:
-                    buffer.copy_(view)
-
-    def _keep_average(
-        self,
-        named: Sequence[tuple[str, torch.Tensor]],
-        packed: tuple[list[torch.Tensor], list[torch.Tensor]],
-        totals: Sequence[Any],
-        used: Any,
-        num_replicas: int,
-    ) -> None:
-        """Put means in place of the gradients; one that no replica has stays None."""
-        flats, views = packed
-        for flat, total in zip(flats, totals, strict=True):
-            np.divide(total, num_replicas, out=flat.numpy())
-        found, means = [], []
-        for (_, parameter), view, count in zip(named, views, used, strict=True):
-            if parameter.grad is not None:
-                found.append(parameter.grad)
-                means.append(view)
-            elif count:
-                parameter.grad = view.to(parameter.dtype, copy=True)
-        if found:
-            copy_each(found, means)
-
-    def _packed(
-        self, kind: str, like: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor | None]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Copy tensors into one per dtype, zeros for None; return these, and a view of each."""
-        sizes: dict[torch.dtype, int] = {}
-        places = []
-        for tensor in like:
-            dtype = STAND_INS.get(tensor.dtype, tensor.dtype)
-            start = sizes.get(dtype, 0)
-            sizes[dtype] = start + tensor.numel()
-            places.append((dtype, start))
-        flats = {dtype: self._flat_of(kind, dtype, size) for dtype, size in sizes.items()}
-        views = [
-            flats[dtype].narrow(0, start, tensor.numel()).view(tensor.shape)
-            for tensor, (dtype, start) in zip(like, places, strict=True)
-        ]
-        targets, values = [], []
-        for view, value in zip(views, tensors, strict=True):
-            if value is None:
-                view.zero_()
-            else:
-                targets.append(view)
-                values.append(value)
-        if targets:
-            copy_each(targets, values)
-        return list(flats.values()), views
-
-    def _flat_of(self, kind: str, dtype: torch.dtype, size: int) -> torch.Tensor:
-        """Return a tensor that is kept from call to call: fresh memory costs page faults."""
-        flat = self._flat.get((kind, dtype))
-        if flat is None or flat.numel() != size:
-            flat = self._flat[kind, dtype] = torch.empty(size, dtype=dtype, device="cpu")
-        return flat
+        buffers = list(self.module.buffers())
+        told = [self._seen, *(parameter.grad is not None for _, parameter in named)]
+        totals, states, told = blocking.all_reduce(
+            "sum",
+            (
+                [_summand(parameter, parameter.grad) for _, parameter in named],
+                [_summand(buffer, buffer if is_first else None) for buffer in buffers],
+                np.array(told, np.int64),
+            ),
+        )
+        if told[0] != num_replicas * self._seen:
+            raise ValueError(_BATCHES_DIFFER)
+        self._seen = 0
+        for (_, parameter), total, count in zip(named, totals, told[1:], strict=True):
+            if count:  # one that no replica has stays None
+                mean = parameter.grad
+                if mean is None:
+                    mean = parameter.grad = torch.empty_like(parameter)
+                _put(mean, total, num_replicas)
+        for buffer, state in zip(buffers, states, strict=True):
+            if not is_first:
+                _put(buffer, state)
 
     # ---- epochs --------------------------------------------------------------------------
 
@@ -392,6 +332,26 @@ def _sparse_text(name: str) -> str:
         f"The gradient of {name!r} is sparse, which ar.prepare does not average. Use sparse=False, "
         "or ar.autodiff.torch_module, which takes sparse gradients."
     )
+
+
+def _summand(like: torch.Tensor, tensor: torch.Tensor | None) -> Any:
+    """Return what is added up of a tensor: its own memory, if NumPy knows its dtype."""
+    dtype = STAND_INS.get(like.dtype, like.dtype)
+    if tensor is None:
+        return torch.zeros(like.shape, dtype=dtype, device="cpu").numpy()
+    return tensor.detach().to(dtype).numpy()
+
+
+def _put(tensor: torch.Tensor, total: Any, divisor: int = 1) -> None:
+    """Write a total into a tensor, divided."""
+    tensor = tensor.detach()
+    if tensor.dtype in STAND_INS:
+        whole = np.array(total) if divisor == 1 else np.asarray(np.divide(total, divisor))
+        tensor.copy_(torch.from_numpy(whole))
+    elif divisor == 1:
+        np.copyto(tensor.numpy(), total)
+    else:
+        np.divide(total, divisor, out=tensor.numpy())
 
 
 def _checksum(tensor: torch.Tensor) -> int:

@@ -44,6 +44,7 @@ from ._transport import LEFT, WAITING_S, WARN_S, Group, GroupEndedError, Link, N
 CLOSE_S = 1.0
 SMALL_BYTES = 128 * 1024  # an exchange costs more than to add up so much
 SEGMENT_BYTES = 4 * 1024 * 1024  # stays in the cache between the exchange and the sum
+JOINED_BYTES = 64 * 1024 * 1024  # of arrays in one exchange, whose wait has a limit
 MAX_BYTES = 2**31 - 1  # of one message: MPI counts in C integers
 
 
@@ -284,9 +285,7 @@ class Visit:
             assert call.agrees is not None
             self._finish(poll, rows.nbytes)
             self._agrees = call.agrees(rows)
-        return rows, [
-            self._all_reduce(each, op) for each in call.summands
-        ] if self._agrees else None
+        return rows, self._all_reduce_each(call.summands, op) if self._agrees else None
 
     def _finish(self, poll: Poll, num_bytes: int) -> None:
         self._link.finish(self, poll, num_bytes)
@@ -310,20 +309,26 @@ class Visit:
             self._transport.all_gather(self.group, as_bytes(array), as_bytes(rows)), rows.nbytes
         )
 
+    def _all_reduce_each(self, arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+        totals: list[Array] = []
+        for run in _runs(arrays, JOINED_BYTES):
+            if len(run) > 1 and self._is_added(op, run[0].dtype):
+                totals += self._added(run)
+            else:
+                totals += [self._all_reduce(each, op) for each in run]
+        return totals
+
     def _all_reduce(self, array: Array, op: ReduceOp) -> Array:
         size = self.group.size
         if array.nbytes <= SMALL_BYTES // size:
             total: Array = reduce_arrays(op, list(self._all_gather(array)))
             return total
+        if self._is_added(op, array.dtype):
+            return self._added([array])[0]
         buffers = self._communicator.buffers
         buffers.next_call()
         result: Array = buffers.array(array.shape, result_dtype(op, array.dtype))
         source, target = array.reshape(-1), result.reshape(-1)
-        if size == 2 and op is ReduceOp.SUM and result.dtype == array.dtype:
-            poll = self._transport.add(self.group, source, target)
-            if poll is not None:
-                self._finish(poll, target.nbytes)
-                return result
         length = max(1, SEGMENT_BYTES // array.itemsize // size) * size
         whole = source.size - source.size % size  # what can be cut into equal parts
         for start in range(0, whole, length):
@@ -335,6 +340,26 @@ class Visit:
         if whole < source.size:
             self._reduce_whole(op, source[whole:], target[whole:])
         return result
+
+    def _is_added(self, op: ReduceOp, dtype: DType) -> bool:
+        """Tell whether the engine adds up: two numbers have only one sum, whoever makes it."""
+        if self.group.size != 2 or op is not ReduceOp.SUM:
+            return False
+        return dtype.name in self._transport.added and bool(result_dtype(op, dtype) == dtype)
+
+    def _added(self, arrays: Sequence[Array]) -> list[Array]:
+        """Have the engine add up arrays of one dtype, in one exchange."""
+        buffers = self._communicator.buffers
+        buffers.next_call()
+        whole: Array = buffers.array((sum([each.size for each in arrays]),), arrays[0].dtype)
+        totals, start = [], 0
+        for array in arrays:
+            total = whole[start : start + array.size].reshape(array.shape)
+            np.copyto(total, array)
+            totals.append(total)
+            start += array.size
+        self._finish(self._transport.add(self.group, whole), whole.nbytes)
+        return totals
 
     def _reduce_whole(self, op: ReduceOp, source: Array, target: Array) -> None:
         """Exchange everything, and add up all of it."""
@@ -438,6 +463,19 @@ def require_size(num_bytes: int) -> None:
             f"A worker sends at most 2 GiB at once in all_gather and reduce_scatter; this is "
             f"{num_bytes / 2**30:.1f} GiB. Cut the array, or use all_reduce, which does."
         )
+
+
+def _runs(arrays: Sequence[Array], num_bytes: int) -> list[list[Array]]:
+    """Return arrays in runs of one dtype and of about so many bytes at most."""
+    runs: list[list[Array]] = []
+    size = 0
+    for array in arrays:
+        if not runs or runs[-1][0].dtype != array.dtype or size + array.nbytes > num_bytes:
+            runs.append([])
+            size = 0
+        runs[-1].append(array)
+        size += array.nbytes
+    return runs
 
 
 def _segments(array: Array, num_bytes: int) -> list[Array]:

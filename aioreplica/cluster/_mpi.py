@@ -302,8 +302,8 @@ class MpiTransport(Transport):
             return poll_of(self._comm.Ibarrier().Test)
         return self.all_gather(group, np.zeros(1, np.uint8), np.empty(group.size, np.uint8))
 
-    def add(self, group: Group, source: Array, target: Array) -> Poll | None:
-        return None
+    def add(self, group: Group, array: Array) -> Poll:
+        raise NotImplementedError("Sums are made by the engine's thread.")
 
     def _goes_in_pairs(self, group: Group) -> bool:
         """Tell whether members send each other messages: to make a communicator would block."""

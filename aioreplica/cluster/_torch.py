@@ -62,7 +62,6 @@ NOTES_S = 0.05  # between two questions to the store
 WORDS_S = 0.4  # between two that ask for the newest word of each worker too
 ALIVE_S = 1.0  # for the others to say that they live
 ALIVE_LONG_S = 3.0  # if more than one has not: rather is one of them slow
-ADDED = ("float32", "float64", "int32", "int64")  # what Gloo adds up as NumPy does
 
 
 @final
@@ -261,6 +260,8 @@ class TorchTransport(Transport):
         store: The same.
     """
 
+    added = ("float32", "float64", "int32", "int64")
+
     def __init__(
         self,
         torch: ModuleType,
@@ -327,14 +328,11 @@ class TorchTransport(Transport):
     def barrier(self, group: Group) -> Poll:
         return self.all_gather(group, np.zeros(1, np.uint8), np.empty(group.size, np.uint8))
 
-    def add(self, group: Group, source: Array, target: Array) -> Poll | None:
-        if target.dtype.name not in ADDED:
-            return None
-        np.copyto(target, source)
+    def add(self, group: Group, array: Array) -> Poll:
         work = self._dist.all_reduce(
-            self._torch.from_numpy(target), group=self._process_group(group), async_op=True
+            self._torch.from_numpy(array), group=self._process_group(group), async_op=True
         )
-        return _poll_of(work, target)
+        return _poll_of(work, array)
 
     def _process_group(self, group: Group) -> object:
         """Return that of a group, which is made at the first exchange of it."""

@@ -20,7 +20,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from threading import Lock
@@ -130,11 +130,13 @@ class Transport(ABC):
         size: How many there are.
         lock: Held during calls of the engine where the event loop's thread may make some too, in
             turn with the lane's; None where it may not.
+        added: The names of dtypes that `add` adds up, as NumPy does, and fast.
     """
 
     rank: int
     size: int
     lock: Lock | None = None
+    added: Sequence[str] = ()
 
     @abstractmethod
     def all_gather(self, group: Group, send: Array, recv: Array) -> Poll:
@@ -153,12 +155,8 @@ class Transport(ABC):
         """Wait for all members."""
 
     @abstractmethod
-    def add(self, group: Group, source: Array, target: Array) -> Poll | None:
-        """Fill `target` with the sum of two members' arrays; None if the engine is slow at that.
-
-        Both are flat and have their own dtype. Two numbers have only one sum, so any engine's
-        will do.
-        """
+    def add(self, group: Group, array: Array) -> Poll:
+        """Add the array of the other one of two members; it is flat, of a dtype in `added`."""
 
     @abstractmethod
     def tell(self, note: Note) -> None:

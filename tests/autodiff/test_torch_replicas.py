@@ -193,6 +193,39 @@ async def test_dtypes_of_parameters(pair: ar.MirroredStrategy, name: str) -> Non
 
 
 @pytest.mark.asyncio
+async def test_gradients_are_averaged_as_they_lie(pair: ar.MirroredStrategy) -> None:
+    class Mixed(nn.Module):  # type: ignore[misc]  # torch may be missing
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(3.0))
+            self.number = nn.Parameter(torch.tensor(2.0, dtype=torch.float16))
+            self.grid = nn.Parameter(torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last))
+            self.none = nn.Parameter(torch.ones(0, 3))
+            self.register_buffer("seen", torch.tensor(False))
+            self.register_buffer("turned", torch.zeros(3, 2, dtype=torch.bfloat16).T)
+
+    def gradients(model: Any, _optimizer: Any, _batches: Any) -> Any:
+        number = 1.0 + ar.get_replica_context().replica_id_in_sync_group
+        if number == 1.0:
+            model.seen.fill_(True)
+            model.turned.copy_(torch.arange(6.0).reshape(2, 3))
+        of_half = (number * model.number).float()
+        loss = number * (model.scale * model.grid).sum() + of_half + model.none.sum()
+        loss.backward()
+        found = [each.grad for each in model.parameters()]
+        assert found[2].is_contiguous(memory_format=torch.channels_last)
+        return [*found, *model.buffers()]
+
+    for found in await run(pair, Mixed(), gradients, [EVEN[0]]):
+        expected = [
+            torch.tensor(180.0), torch.tensor(1.5, dtype=torch.float16),
+            torch.full((2, 3, 4, 5), 4.5), torch.zeros(0, 3), torch.tensor(True),
+            torch.arange(6.0).reshape(2, 3).bfloat16(),
+        ]  # fmt: skip
+        assert_equal(found, expected, 0.0)
+
+
+@pytest.mark.asyncio
 async def test_a_parameter_may_be_frozen_until_later(pair: ar.MirroredStrategy) -> None:
     module = network()
     module[4].requires_grad_(False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,24 +21,29 @@ from aioreplica.typing import ReduceOp
 from tests.cluster.communicator_contract import (
     CHECKS,
     an_abandoned_call_goes_on,
+    brought_by,
     reduces_in_rank_order,
+    same_bits,
 )
 from tests.cluster.thread_engine import ThreadCommunicator, ThreadTransport, Wires
 from tests.strategies.workers import only
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_task_left")]
 
+ADDED = ("float32", "float64")
 Work = Callable[[ThreadCommunicator], Awaitable[Any]]
 
 
-async def by_all(size: int, work: Work, *, timeout: float | None = 60.0) -> list[Any]:
+async def by_all(
+    size: int, work: Work, *, timeout: float | None = 60.0, added: Sequence[str] = ()
+) -> list[Any]:
     async def worker(c: ThreadCommunicator) -> Any:
         try:
             return await work(c)
         finally:
             await c.aclose()
 
-    group = ThreadCommunicator.group(size, timeout=timeout)
+    group = ThreadCommunicator.group(size, timeout=timeout, added=added)
     return await asyncio.gather(*map(worker, group), return_exceptions=True)
 
 
@@ -58,12 +63,32 @@ async def until(is_so: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "added"), [(2, ()), (3, ()), (2, ADDED)], ids=str)
 @pytest.mark.parametrize("check", [checked(check) for check in CHECKS])
-async def test_contract(check: Work, size: int) -> None:
-    for result in await by_all(size, check):
+async def test_contract(check: Work, size: int, added: Sequence[str]) -> None:
+    for result in await by_all(size, check, added=added):
         if result is not None:
             raise result
+
+
+@pytest.mark.parametrize(("most", "num_added"), [(1 << 20, 2), (300_000, 3)])
+async def test_an_engine_that_adds_up_gets_arrays_of_one_dtype_together(
+    monkeypatch: pytest.MonkeyPatch, most: int, num_added: int
+) -> None:
+    monkeypatch.setattr(_engine, "JOINED_BYTES", most)
+    shapes = [("float32", (70_003,)), ("float32", (0,)), ("float32", (400, 200)), ("int16", (5,)),
+              ("float64", (2, 3)), ("float64", ())]  # fmt: skip
+
+    async def work(c: ThreadCommunicator) -> Any:
+        brought = [brought_by(c.rank, shape, np.dtype(name), 2) for name, shape in shapes]
+        _, totals = await c.all_gather_then_reduce([1], lambda _rows: True, [*brought], "sum")
+        return totals, c.link.transport.num_added  # type: ignore[attr-defined]
+
+    added, plain = await by_all(2, work, added=ADDED), await by_all(2, work)
+
+    for (ours, count), (theirs, none) in zip(added, plain, strict=True):
+        assert (count, none) == (num_added, 0)
+        assert all(same_bits(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("size", [2, 3])

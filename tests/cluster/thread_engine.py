@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -52,9 +52,16 @@ class ThreadTransport(Transport):
         wires: What it shares with the others.
         rank: Of this worker.
         is_attempted: Whether calls may be made on the event loop's thread, too.
+        added: The dtypes that `add` is for.
+
+    Attributes:
+        num_added: How often it was called.
     """
 
-    def __init__(self, wires: Wires, rank: int, *, is_attempted: bool = False) -> None:
+    def __init__(
+        self, wires: Wires, rank: int, *, is_attempted: bool = False, added: Sequence[str] = ()
+    ) -> None:
+        self.added, self.num_added = added, 0
         self.rank, self.size = rank, len(wires.notes)
         self.lock = threading.Lock() if is_attempted else None
         self._wires = wires
@@ -76,8 +83,18 @@ class ThreadTransport(Transport):
     def barrier(self, group: Group) -> Poll:
         return self.all_gather(group, np.zeros(1, np.uint8), np.empty(group.size, np.uint8))
 
-    def add(self, group: Group, source: Any, target: Any) -> Poll | None:
-        return None
+    def add(self, group: Group, array: Any) -> Poll:
+        rows = np.empty((group.size, array.size), array.dtype)
+        poll = self.all_gather(group, array, rows)
+        self.num_added += 1
+
+        def add_once_taken(pause_s: float) -> bool:
+            is_over = poll(pause_s)
+            if is_over:
+                np.add(array, rows[1 - group.rank], out=array)
+            return is_over
+
+        return add_once_taken
 
     def _exchange(
         self, group: Group, parts: dict[int, Any], rows: Any, senders: Iterable[int]
@@ -145,12 +162,13 @@ class ThreadCommunicator(EngineCommunicator):
         timeout: float | None = None,
         wires: Wires | None = None,
         is_attempted: bool = False,
+        added: Sequence[str] = (),
     ) -> tuple[ThreadCommunicator, ...]:
         wires = Wires(size) if wires is None else wires
         ranks = tuple(range(size))
         lanes = [Lane(f"worker:{rank}", nice=0) for rank in ranks]
         links = [
-            Link(ThreadTransport(wires, rank, is_attempted=is_attempted), lanes[rank])
+            Link(ThreadTransport(wires, rank, is_attempted=is_attempted, added=added), lanes[rank])
             for rank in ranks
         ]
         for link in links:
