@@ -1,14 +1,17 @@
-"""Exchange of the workers' rows when their operations differ, and the error made of them."""
+"""Texts that workers tell each other: where they are when they differ, and by what they ended."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import final
 
-from ..errors import MergeMismatchError, ReplicaRow
-from ..replica import format_rows
+from ..devices import is_ctrl_c
+from ..errors import MergeMismatchError, ReplicaRow, WorkerLostError
+from ..replica import cause_of_unwinding, format_rows
 
 SHOWN = 600
 """Characters of a signature in an error."""
@@ -60,6 +63,50 @@ def workers_mismatch_error(workers: Sequence[WorkerRows], step: int | None) -> M
         reason=reason,
         rows=rows,
     )
+
+
+def workers_closed_error(
+    ranks: tuple[int, ...], cause: str, rank: int, label: str
+) -> WorkerLostError:
+    """Build the error of a worker that others have left.
+
+    Args:
+        ranks: Who has.
+        cause: By what the first of them has; empty if by none.
+        rank: The number of this worker.
+        label: Names its strategy.
+    """
+    others = tuple(each for each in ranks if each != rank) or ranks
+    names = ", ".join(map(str, others))
+    if cause and rank not in ranks:
+        text = (
+            f"Worker {names} has left its strategy by {cause}. {label} of worker {rank} can "
+            "meet it no more; see that worker's traceback."
+        )
+    else:
+        text = (
+            f"Worker {names} has closed its strategy, so {label} of worker {rank} can meet it no "
+            "more. Let all workers do the same number of steps, and close together."
+        )
+    return WorkerLostError(text, ranks=others)
+
+
+def cause_of(error: BaseException) -> str:
+    """Name an error in a line, for the other workers; Ctrl-C comes as a cancellation."""
+    if isinstance(error, asyncio.CancelledError) and is_ctrl_c():
+        return "KeyboardInterrupt"
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def cause_of_interrupt() -> BaseException:
+    """Return by what the interpreter is being interrupted; called where a cancellation came."""
+    if is_ctrl_c():
+        return KeyboardInterrupt("the program was interrupted.")
+    cause = cause_of_unwinding(sys.exception())  # that of a runner, which cancels all tasks
+    if cause is None or isinstance(cause, Exception):
+        return RuntimeError("its event loop was closed in a run.")
+    return cause
 
 
 def _reason(workers: Sequence[WorkerRows]) -> str:

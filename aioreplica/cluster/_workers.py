@@ -39,7 +39,8 @@ from ._communicator import Communicator
 from ._engine import SMALL_BYTES
 from ._exchange import NOTHING_AHEAD, Exchange, OpenTurn, told_of_first
 from ._frame import Closed, Frame, FrameKind, Part, cut_text, digest_of
-from ._rows import WorkerRows
+from ._rows import WorkerRows, cause_of, cause_of_interrupt, workers_closed_error
+from ._transport import LOGGER
 
 CLOSING_S = 30.0
 """How long `aclose` waits for the other workers, unless the communicator has a timeout."""
@@ -232,24 +233,8 @@ class Workers:
 
     def closed_error(self, decision: Closed) -> Exception:
         """Return the error of a worker that others have left; nothing is sent after it."""
-        others = [rank for rank in decision.ranks if rank != self.rank]
-        names = ", ".join(map(str, others or decision.ranks))
-        if decision.cause and self.rank not in decision.ranks:
-            text = (
-                f"Worker {names} has left its strategy by {decision.cause}. {self._label} of "
-                f"worker {self.rank} can meet it no more; see that worker's traceback."
-            )
-        else:
-            text = (
-                f"Worker {names} has closed its strategy, so {self._label} of worker {self.rank} "
-                "can meet it no more. Let all workers do the same number of steps, and close "
-                "together."
-            )
-        error = WorkerLostError(
-            text,
-            ranks=tuple(others) or decision.ranks,
-        )
-        self._broken = error
+        ranks, cause = decision.ranks, decision.cause
+        self._broken = error = workers_closed_error(ranks, cause, self.rank, self._label)
         return error
 
     def break_off(self, error: BaseException) -> None:
@@ -390,15 +375,19 @@ class Workers:
         late = TimeoutError("The other workers did not come to close their strategies.")
         loop = asyncio.get_running_loop()
         timer = loop.call_later(communicator.timeout or CLOSING_S, self.break_off, late)
+        run = WorkersRun(self, "-", None)
         try:
-            await WorkersRun(self, "-", None).leave(self.left_by).over()
+            is_over = await run.leave(self.left_by).over()
         finally:
             timer.cancel()
+        if is_over and run.ended_by is None:  # no frame of the others has ended it
+            text = f"{self._label} of worker {self.rank} was closed without the others"
+            LOGGER.warning("%s: %s", text, self._broken)
 
     def abandon(self) -> None:
-        """Give up at once, as the interpreter is interrupted."""
+        """Give up at once, as the interpreter is interrupted; tell the others by what."""
         if self._communicator is not None and self._broken is None:
-            self.break_off(KeyboardInterrupt("the program was interrupted."))
+            self.break_off(cause_of_interrupt())
 
 
 @final
@@ -567,14 +556,6 @@ class WorkersRun:
                 for i in range(self.workers.num_local_replicas)
             ]
         return WorkerRows(frame.run, self.function, what, signature, tuple(rows))
-
-
-def cause_of(error: BaseException) -> str:
-    """Name an error in a line, for the other workers; Ctrl-C comes as a cancellation."""
-    if isinstance(error, asyncio.CancelledError) and is_ctrl_c():
-        return "KeyboardInterrupt"
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _require_not_awaited(run: WorkersRun | None, what: str) -> None:

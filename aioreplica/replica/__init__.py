@@ -15,6 +15,7 @@ from ._exchanges import Along as Along
 from ._exchanges import Broadcast as Broadcast
 from ._exchanges import all_gather_named as all_gather_named
 from ._failure import add_note_once as add_note_once
+from ._failure import cause_of_unwinding as cause_of_unwinding
 from ._group import ReplicaGroup as ReplicaGroup
 from ._group import running_ops as running_ops
 from ._group import waits_of as waits_of

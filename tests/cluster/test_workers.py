@@ -9,6 +9,7 @@ from aioreplica.collectives import no_data
 from aioreplica.errors import ContextError
 from aioreplica.strategies import MultiWorkerMirroredStrategy
 from tests.sequencer import idle
+from tests.strategies.test_multi_worker_shrink import lose
 from tests.strategies.workers import on_workers
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
@@ -48,3 +49,25 @@ async def test_closing_leaves_no_timer_that_would_break_what_is_opened_again() -
         assert [timer for timer in loop._scheduled if not timer.cancelled()] == []
 
     await on_workers(1, 1, program)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_closing_without_a_worker_that_is_lost_is_logged(
+    is_lost: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def program(strategy: MultiWorkerMirroredStrategy) -> None:
+        workers = strategy._runtime.workers
+        async with workers.operation("meet", "") as turn:
+            await turn.exchange(b"", no_data)
+        if workers.rank and is_lost:
+            lose(strategy)
+        else:
+            await strategy.aclose()
+
+    await on_workers(2, 1, program)
+
+    told = [record.getMessage() for record in caplog.records if record.name == "aioreplica.cluster"]
+    text = "worker 0 was closed without the others: Worker 1 is gone"
+    assert any(text in each for each in told) == is_lost
+    assert bool(told) == is_lost

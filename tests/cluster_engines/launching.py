@@ -101,13 +101,13 @@ def started(command: list[str], variables: Mapping[str, str]) -> subprocess.Pope
     )  # fmt: skip
 
 
-def ended(processes: list[subprocess.Popen[str]]) -> Launch:
+def ended(processes: list[subprocess.Popen[str]], limit_s: float = LIMIT_S) -> Launch:
     """Wait for the end; what has not ended then is killed, which is a failure."""
     launch, start = Launch(), time.monotonic()
     errors = []
     try:
         for process in processes:
-            out, err = process.communicate(timeout=LIMIT_S - (time.monotonic() - start))
+            out, err = process.communicate(timeout=limit_s - (time.monotonic() - start))
             errors.append(err)
             launch.codes.append(process.returncode)
             for line in out.splitlines():

@@ -237,7 +237,7 @@ async def _error_of(c: Communicator) -> Any:
     return "no error"
 
 
-def row_of(error: Exception) -> dict[str, Any]:
+def row_of(error: BaseException) -> dict[str, Any]:
     ranks = list(getattr(error, "ranks", ()))
     return {"error": type(error).__name__, "text": str(error), "ranks": ranks}
 
