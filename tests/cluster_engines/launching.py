@@ -18,7 +18,7 @@ PROGRAM = str(Path(__file__).with_name("program.py"))
 STRATEGY_PROGRAM = str(Path(__file__).with_name("strategy_program.py"))
 ULFM = ("--with-ft", "ulfm")
 ROOT = str(Path(__file__).parents[2])
-LIMIT_S = 90.0
+LIMIT_S = 240.0
 
 
 @dataclass

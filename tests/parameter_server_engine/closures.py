@@ -17,7 +17,7 @@ import numpy as np
 import aioreplica as ar
 from aioreplica.context import CLOSURE
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 PAUSE_S = 0.01
 
 
