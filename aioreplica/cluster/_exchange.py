@@ -16,26 +16,39 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
+from itertools import islice
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from ..collectives import Carry, Summands, gather_bytes, no_data, share_totals
+from ..collectives import (
+    SLOT_BYTES,
+    Carry,
+    Summands,
+    gather_bytes,
+    join_run,
+    no_data,
+    runs_of,
+    share_totals,
+)
 from ..devices import OwnedTask, is_interrupted, wait_shielded
+from ..devices.backends import reduce_arrays
 from ..errors import WorkerLostError
-from ..replica import Call as ReplicaCall
+from ..tree import Array
 from ..typing import ReduceOp
 from ._communicator import AGREE, NOTHING, Call, Communicator
 from ._frame import (
+    MAX_FOLLOWERS,
     Agreed,
-    Bucket,
     Closed,
     Differs,
     Failed,
     Frame,
     FrameKind,
-    Part,
+    arrays_behind,
     decide,
     digest_of,
+    slots_if_one_collective,
+    slots_in_common,
 )
 from ._rows import WorkerRows, workers_mismatch_error
 
@@ -45,27 +58,25 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NOTHING_AHEAD = Summands(ReduceOp.SUM, [], are_lent=False)
+FUSED_BYTES = 1024 * 1024
+"""Bytes of arrays that go together; above that, they gain nothing by it."""
 
 
 @final
 class Exchange(asyncio.Future[T]):
     """Exchange of a worker with all others; it is completed even if nobody awaits it.
 
-    It is one operation; or, without `carry`, reductions that were started one after another. Those
-    of them that all workers have started end together, and it is done when all have.
-
     Args:
         run: Of which it is a part.
-        parts: The operation: the frame, without the number of the run, and what is reduced ahead.
+        frame: What this worker says; without the number of the run.
         told: Gives its name, and what has to be equal on all workers, in words; for errors.
         carry: Called if all agree.
+        ahead: What is reduced before that.
         can_fuse: Whether it is a reduction that may go with others.
         is_awaited: Whether it was called to be awaited, and not started.
 
     Attributes:
-        run: The same.
-        parts: The same, without those that have ended; others are added behind.
-        can_fuse: The same.
+        frame: The same.
         is_over: Whether all is done, so that the next one may begin.
 
     Cancellation:
@@ -74,37 +85,39 @@ class Exchange(asyncio.Future[T]):
     """
 
     __slots__ = (
-        "_carry", "_context", "_is_awaited", "_queue", "_tell", "_told", "can_fuse", "is_over",
-        "parts", "run",
+        "_ahead", "_can_fuse", "_carry", "_context", "_is_awaited", "_queue", "_run", "_slots",
+        "_tell", "_told", "frame", "is_over",
     )  # fmt: skip
 
-    # Set for few of them, so these are not slots.
+    # Set for few of those that go together, so these are not slots.
     _is_cancelled = False  # and ends when it is over
-    _num_rounds = 0  # of those that have not ended it
-    _results: list[Any] = []  # noqa: RUF012 - of reductions that have ended; replaced, not changed
+    _led: Sequence[Exchange[Any]] = ()  # of those queued behind it
+    _after: list[Any] = []  # noqa: RUF012 - arrays that follow the frames; replaced, not changed
     _then: Sequence[Callable[[], object]] = ()
 
     def __init__(
         self,
         run: WorkersRun,
-        parts: list[Part],
+        frame: Frame,
         told: Callable[[], tuple[str, str]],
-        carry: Carry[T] | None = None,
+        carry: Carry[T],
+        ahead: Summands = NOTHING_AHEAD,
         *,
         can_fuse: bool = False,
         is_awaited: bool = False,
     ) -> None:
         super().__init__()
-        self.parts = parts
-        self.run = run
-        self.can_fuse = can_fuse
+        self.frame = frame
         self.is_over = False
+        self._run = run
         self._told = told
-        self._carry: Carry[Any] | None = carry
-        # In which it is carried, such as that of np.errstate.
-        self._context = None if carry is None else copy_context()
+        self._carry: Carry[Any] = carry
+        self._context = copy_context()  # in which it is carried, such as that of np.errstate
+        self._ahead = ahead
+        self._can_fuse = can_fuse
         self._is_awaited = is_awaited
         self._queue = run.workers.queue
+        self._slots: list[bytes] | None = None
         self._tell: Callable[[], object] | None = None
 
     # ---- waiting -------------------------------------------------------------------------
@@ -124,42 +137,26 @@ class Exchange(asyncio.Future[T]):
     def tell(self, fn: Callable[[], object]) -> None:
         """Call something once it is done: in the same cycle of the event loop, unlike a callback.
 
-        There is one such function. It is called soon if the exchange is done, or was cancelled; and
-        of reductions each time that some have ended, see `take`.
+        There is one such function. It is called soon if the exchange is done, or was cancelled.
         """
         if self.done():
             self.get_loop().call_soon(fn)
         else:
             self._tell = fn
 
-    def take(self) -> Sequence[Any]:
-        """Return the results of reductions that have ended since the last time, in their order."""
-        results, self._results = self._results, []
-        return results
-
-    def join(self, part: Part) -> bool:
-        """Add a reduction that was started next; false if it cannot go with these."""
-        if self.is_over or self.done() or (self.parts and self.parts[0][1].op is not part[1].op):
-            return False
-        self.parts.append(part)
-        self._is_awaited = False
-        return True
-
-    def give_back(self, call: ReplicaCall | None = None) -> bool:
-        """Go on without a caller's own arrays, by copies; false if they are being read."""
-        whose = (None, call)
-        given = [each.give_back() for _, each, of in self.parts if call is None or of in whose]
-        return all(given)
+    def give_back(self) -> bool:
+        """Go on without the caller's own arrays, by copies; false if they are being read."""
+        return self._ahead.give_back()
 
     def when_over(self, fn: Callable[[], object]) -> None:
-        """Call something when it is over, or what is being sent of it; soon if it is over."""
+        """Call something when the exchange is over, or soon if it is."""
         if self.is_over:
             self.get_loop().call_soon(fn)
         else:
             self._then = [*self._then, fn]
 
     async def over(self) -> bool:
-        """Wait until it is over, or what is being sent of it; what it has raised is not raised.
+        """Wait until it is over; what it has raised is not raised here.
 
         Returns:
             False if the interpreter is being interrupted.
@@ -168,11 +165,7 @@ class Exchange(asyncio.Future[T]):
             Raised again once it is over.
         """
         cancelled: list[asyncio.CancelledError] = []
-        num_rounds = self._num_rounds
-        has_ended = await wait_shielded(
-            lambda: self.is_over or self._num_rounds > num_rounds,
-            self._new_waiter, cancelled.append,
-        )  # fmt: skip
+        has_ended = await wait_shielded(lambda: self.is_over, self._new_waiter, cancelled.append)
         if cancelled:
             raise cancelled[0]
         return has_ended
@@ -189,7 +182,7 @@ class Exchange(asyncio.Future[T]):
         if self.done():
             self._end()
             return
-        workers = self.run.workers
+        workers = self._run.workers
         before = workers.before()
         self._queue = workers.queue
         self._queue.append(self)
@@ -197,12 +190,11 @@ class Exchange(asyncio.Future[T]):
             self._begin()
 
     def _begin(self) -> None:
-        if self.is_over:  # it went with one before
-            self._leave()
+        if self.is_over:  # it was led
             return
-        run, workers = self.run, self.run.workers
+        run, workers = self._run, self._run.workers
         try:
-            if self.parts[0][0].kind is FrameKind.COLLECTIVE or run.ended_by is not None:
+            if self.frame.kind is FrameKind.COLLECTIVE or run.ended_by is not None:
                 run.raise_if_over()  # all know of the failure by then: none waits for its frame
             workers.raise_if_broken()
         except BaseException as error:  # noqa: BLE001 - for those who wait
@@ -216,7 +208,7 @@ class Exchange(asyncio.Future[T]):
 
     async def _connect(self) -> None:
         try:
-            communicator = await self.run.workers.connect()
+            communicator = await self._run.workers.connect()
         except BaseException as error:
             self._break(error)
             raise
@@ -224,89 +216,117 @@ class Exchange(asyncio.Future[T]):
 
     def _send(self, communicator: Communicator) -> None:
         """Have the engine send the frame, with what is queued by then."""
-        run = self.run
+        run = self._run
         try:
-            frame, summands, _ = self.parts[0]
-            frame = run.numbered(frame)
+            frame = self.frame = run.numbered(self.frame)
             communicator._what = f"{self._told()[0]} of run {frame.run} ({run.function})"
-            bucket = Bucket(self, frame, self._queue)
+            self._after = []
             communicator._launch(
                 Call(
-                    AGREE, NOTHING, summands.op, agrees=bucket.look, summands=bucket.after,
-                    brings=bucket.bring, is_awaited=self._is_awaited,
-                    then=partial(self._came, communicator, bucket),
+                    AGREE, NOTHING, self._ahead.op, agrees=self._look, summands=self._after,
+                    brings=self._bring, is_awaited=self._is_awaited,
+                    then=partial(self._came, communicator),
                 )
             )  # fmt: skip
         except BaseException as error:  # noqa: BLE001 - `_break` raises what has to be
             self._break(error)
 
-    def _came(self, communicator: Communicator, bucket: Bucket, came: asyncio.Future[Any]) -> None:
+    def _bring(self) -> Array:
+        """Return the frame, and behind it what is ahead if there is room; as the engine sends it.
+
+        What is started until then goes with it where the engine's thread sends: the event loop may
+        be busy for as long as a step starts reductions, and that thread runs when it waits.
+        """
+        room = self._run.workers.room
+        followers = self._led = self._followers()
+        behind, num_bytes = [], 0
+        for each in (self, *followers):
+            num_bytes += each._ahead.num_bytes
+            if num_bytes > room:
+                break
+            behind.append(each._ahead)
+        return self.frame.encode(room, behind, [each.frame for each in followers])
+
+    def _followers(self) -> Sequence[Exchange[Any]]:
+        """Return the exchanges queued behind this one that could go with it."""
+        if not self._can_fuse or len(self._queue) == 1:
+            return ()
+        followers: list[Exchange[Any]] = []
+        ahead, num_bytes, num_in_slot = self._ahead, 0, 0
+        for each in islice(self._queue.copy(), MAX_FOLLOWERS + 1):
+            num_bytes += each._ahead.num_bytes
+            num_in_slot += len(each.frame.slot)
+            is_full = num_bytes > FUSED_BYTES or num_in_slot > SLOT_BYTES
+            is_alike = each._can_fuse and each._run is self._run and each._ahead.op is ahead.op
+            if each is not self:
+                if is_full or not is_alike:
+                    break
+                followers.append(each)
+        return followers
+
+    def _look(self, rows: Any) -> bool:
+        """Tell whether to reduce what follows, which the engine's thread then does."""
+        followers, self._led = self._led, ()
+        slots = self._slots = slots_if_one_collective(rows)
+        if slots is None:
+            return False
+        if followers:
+            common = slots_in_common(rows, self.frame, [each.frame for each in followers])
+            self._led = followers[: len(common)]
+            for each, its_slots in zip(self._led, common, strict=True):
+                each._slots = its_slots
+        all_ahead = self._all_ahead()
+        if sum([each.num_bytes for each in all_ahead]) <= self._run.workers.room:
+            runs, op = runs_of(all_ahead), all_ahead[0].op
+            columns = zip(*[arrays_behind(row, runs) for row in rows], strict=True)
+            share_totals(all_ahead, [reduce_arrays(op, column) for column in columns])
+            return False
+        for summands in all_ahead:
+            summands.begin()
+        self._after[:] = map(join_run, runs_of(all_ahead))
+        return True
+
+    def _all_ahead(self) -> list[Summands]:
+        return [self._ahead, *[each._ahead for each in self._led]]
+
+    def _came(self, communicator: Communicator, came: asyncio.Future[Any]) -> None:
         """Do what follows from the frames of all workers."""
         try:
             rows, totals = came.result()
+            led, all_ahead = self._led, self._all_ahead()
             if totals is not None:
-                share_totals(bucket.ready, totals)
-            slots = bucket.slots
+                share_totals(all_ahead, totals)
+            slots = self._slots
             if slots is None:
                 frames = list(map(Frame.decode, rows))
                 decision = decide(frames)
                 if not isinstance(decision, Agreed):
                     self._spawn(self._disagree(communicator, frames, decision))
                     return
-                slots = [decision.slots]
-            self.run.workers.agreed(bucket.num_bytes)
+                slots = decision.slots
+            self._slots = slots
+            self._run.workers.agreed(sum([each.num_bytes for each in all_ahead]))
         except BaseException as error:  # noqa: BLE001 - `_break` raises what has to be
             self._break(error)
             return
-        start = len(self.parts)
-        shares: list[tuple[Exchange[Any], list[list[bytes]]]] = [(self, slots[:start])]
-        while start < len(slots):  # of an exchange that is over in this cycle the next one begins
-            each, queue = self._queue[1], self._queue
-            stop = start + len(each.parts)
-            shares.append((each, slots[start:stop]))
-            if stop > len(slots):
-                break
+        queue = self._queue
+        for _ in led:  # they are all over in this cycle: the one behind them begins
             del queue[1]
-            start = stop
-        for each, its_slots in shares:
-            each._follow(communicator, its_slots)
+        for each in (self, *led):
+            each._context.run(each._follow, communicator)
 
-    def _follow(self, communicator: Communicator, slots: Sequence[list[bytes]]) -> None:
-        """Do what follows from the slots of all workers, for each part that all have."""
+    def _follow(self, communicator: Communicator) -> None:
+        """Do what follows from the slots of all workers."""
         try:
-            if self._carry is None:
-                ended = zip(self.parts, slots, strict=False)
-                self._results = self._results + [
-                    call.context.run(summands.carry, communicator, each)  # type: ignore[union-attr]
-                    for (_, summands, call), each in ended
-                ]
-                found: Any = None
-            else:
-                assert self._context is not None
-                found = self._context.run(self._carry, communicator, slots[0])
+            assert self._slots is not None  # since they have agreed
+            found: Any = self._carry(communicator, self._slots)
         except BaseException as error:  # noqa: BLE001 - `_break` raises what has to be
             self._break(error)
             return
-        if isinstance(found, CoroutineType):  # of one that went alone
+        if isinstance(found, CoroutineType):  # of one that has led none
             self._spawn(self._go_on(found))
-            return
-        del self.parts[: len(slots)]
-        if self.parts:
-            self._go_round()
         else:
             self._succeed(found)
-
-    def _go_round(self) -> None:
-        """Go on with what some worker had not started yet."""
-        if self._is_cancelled:
-            self._fail(asyncio.CancelledError())
-            return
-        self._num_rounds += 1
-        self._call_then()
-        if self._tell is not None:
-            self._tell()
-        if self._queue and self._queue[0] is self:
-            self.get_loop().call_soon(self._begin)
 
     async def _go_on(self, carrying: Coroutine[Any, Any, T]) -> None:
         try:
@@ -323,11 +343,11 @@ class Exchange(asyncio.Future[T]):
         decision: Closed | Failed | Differs,
     ) -> None:
         """End the run: the workers are not in the same collective."""
-        run, workers = self.run, self.run.workers
+        run, workers = self._run, self._run.workers
         rows: list[WorkerRows] = []
         if isinstance(decision, Differs):
             try:
-                here = run.where(run.numbered(self.parts[0][0]), *self._told())
+                here = run.where(self.frame, *self._told())
                 told = await gather_bytes(communicator, here.encode())
                 rows = list(map(WorkerRows.decode, told))
             except BaseException as error:
@@ -335,18 +355,18 @@ class Exchange(asyncio.Future[T]):
                 raise
         workers.runs_until(max(each.run for each in frames))
         if isinstance(decision, Closed):
-            ended_by = workers.closed_error(decision)
+            run.end(workers.closed_error(decision))
         elif isinstance(decision, Failed):
-            ended_by = failed_error(decision)
+            run.end(failed_error(decision))
         else:
-            ended_by = workers_mismatch_error(rows, run.step)
-        run.end(ended_by)
-        self._fail(ended_by)
+            run.end(workers_mismatch_error(rows, run.step))
+        assert run.ended_by is not None  # since just now
+        self._fail(run.ended_by)
 
     # ---- the end -------------------------------------------------------------------------
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = OwnedTask(work, f"aioreplica workers: {self.run.function}")
+        task = OwnedTask(work, f"aioreplica workers: {self._run.function}")
         task.when_done(lambda _error: None)  # looked at: those who wait have it too
 
     def _succeed(self, result: T) -> None:
@@ -359,7 +379,7 @@ class Exchange(asyncio.Future[T]):
 
     def _break(self, error: BaseException) -> None:
         """Fail in a way after which nothing can be sent any more; raise what is no Exception."""
-        self.run.workers.break_off(error)
+        self._run.workers.break_off(error)
         self._fail(error)
         if not isinstance(error, Exception):
             raise error
@@ -375,26 +395,22 @@ class Exchange(asyncio.Future[T]):
 
     def _end(self) -> None:
         self.is_over = True
-        self._carry, self._told = no_data, _nothing_told  # who holds this holds no arrays,
-        self.parts = []  # nor the turn, which holds this
-        self._leave()
-        self._call_then()
-        tell, self._tell = self._tell, None
-        if tell is not None:
-            tell()
-
-    def _leave(self) -> None:
-        """Let the next of the queue begin."""
+        self._ahead, self._carry = NOTHING_AHEAD, no_data  # who holds this holds no arrays,
+        self._told = _nothing_told  # nor the turn, which holds this
+        if self._led or self._after:
+            self._led, self._after = (), []
         queue = self._queue
         if queue and queue[0] is self:
             queue.popleft()
             if queue:
                 self.get_loop().call_soon(queue[0]._begin)
-
-    def _call_then(self) -> None:
-        then, self._then = self._then, ()
-        for fn in then:
-            self.get_loop().call_soon(fn)
+        if self._then:
+            then, self._then = self._then, ()
+            for fn in then:
+                self.get_loop().call_soon(fn)
+        tell, self._tell = self._tell, None
+        if tell is not None:
+            tell()
 
 
 @final
@@ -475,17 +491,11 @@ class OpenTurn:
             FrameKind.COLLECTIVE, run.number or 0, run.function, self._sequence, stage, digest, slot
         )
         exchange = Exchange(
-            run, [(frame, ahead or NOTHING_AHEAD, None)],
-            partial(self._told, what, signature, layout), carry,
+            run, frame, partial(self._told, what, signature, layout), carry, ahead or NOTHING_AHEAD,
             can_fuse=is_last and ahead is not None and ahead.is_whole,
             is_awaited=self.is_awaited,
         )  # fmt: skip
-        self.take(exchange, is_last=is_last)
-        return exchange
-
-    def take(self, exchange: Exchange[Any], *, is_last: bool) -> None:
-        """Let an exchange begin when the turns before have ended."""
-        if exchange.parts[0][1] is not NOTHING_AHEAD:
+        if ahead is not None:
             self._lent = exchange
         before, self._before = self._before, None
         if before is None or before.has_ended:
@@ -493,10 +503,15 @@ class OpenTurn:
         else:
             enter = partial(self._enter, exchange, is_last)
             before._next = partial(exchange.get_loop().call_soon, enter)
+        return exchange
 
     def _told(self, what: str, signature: str, layout: str) -> tuple[str, str]:
         name = self._what if self._describe is None else self._describe()
-        return f"{what} in {name}" if what else name, with_layout(signature, layout)
+        known = layout in signature  # nothing new for an error
+        return (
+            f"{what} in {name}" if what else name,
+            signature if known else f"{signature} sent as {layout}",
+        )
 
     def _enter(self, exchange: Exchange[Any], is_last: bool) -> None:
         exchange.enter()
@@ -517,10 +532,10 @@ class OpenTurn:
         finally:
             workers.merging = None
 
-    def give_back(self, call: ReplicaCall) -> Exchange[Any] | None:
-        """Go on without the replicas' own arrays in a call; return what is reading them."""
+    def give_back(self) -> Exchange[Any] | None:
+        """Go on without the replicas' own arrays; return what is reading them."""
         lent = self._lent
-        return None if lent is None or lent.give_back(call) else lent
+        return None if lent is None or lent.give_back() else lent
 
     def end(self) -> None:
         """Let the next turn begin."""
@@ -541,18 +556,6 @@ class OpenTurn:
 
 def _nothing_told() -> tuple[str, str]:
     return "", ""
-
-
-def told_of_first(parts: Sequence[Part]) -> tuple[str, str]:
-    """Name the first of some reductions that were started, and say what has to be equal."""
-    _, summands, call = parts[0]
-    assert call is not None  # who joins others has a call
-    return call.describe(), with_layout(call.collective.signature(call), summands.layout)
-
-
-def with_layout(signature: str, layout: str) -> str:
-    """Return what has to be equal on all workers, for errors; a layout that is in it is not new."""
-    return signature if layout in signature else f"{signature} sent as {layout}"
 
 
 def failed_error(failed: Failed) -> WorkerLostError:

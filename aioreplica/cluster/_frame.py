@@ -21,20 +21,13 @@ from dataclasses import dataclass
 from enum import IntEnum, unique
 from functools import lru_cache
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
+from typing import NamedTuple, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 
-from ..collectives import SLOT_BYTES, Summands, join_run, runs_of, share_totals
-from ..devices.backends import reduce_arrays
-from ..replica import Call as ReplicaCall
+from ..collectives import SLOT_BYTES, Summands
 from ..tree import Array
-
-if TYPE_CHECKING:
-    from collections import deque
-
-    from ._exchange import Exchange
 
 MAGIC = b"arF5"
 NAME_BYTES = 64
@@ -60,9 +53,6 @@ class FrameKind(IntEnum):
     FAILED = 2
     CLOSED = 3
 
-
-FUSED_BYTES = 1024 * 1024
-"""Bytes of arrays that go together; above that, they gain nothing by it."""
 
 _COLLECTIVE = MAGIC + bytes([FrameKind.COLLECTIVE])
 
@@ -200,9 +190,6 @@ class Differs:
     """Workers have come for different operations: they exchange rows next."""
 
 
-Part: TypeAlias = tuple[Frame, Summands, ReplicaCall | None]
-"""An operation: its frame, what is reduced ahead, and the call if it may go with those before."""
-
 Decision: TypeAlias = Agreed | Failed | Closed | Differs
 
 
@@ -295,97 +282,6 @@ def arrays_behind(row: npt.NDArray[np.uint8], runs: Sequence[Sequence[Array]]) -
         found.append(row[start:stop].view(run[0].dtype))
         start = stop
     return found
-
-
-@final
-class Bucket:
-    """Messages of one exchange of frames: an operation, and the reductions queued behind it.
-
-    Args:
-        first: The exchange whose turn it is.
-        frame: Of its first operation.
-        queue: Which it begins.
-
-    Attributes:
-        after: Arrays that follow the frames; filled in once all of these have agreed.
-        slots: Small data of all workers, for each operation that all of them had queued; None if it
-            could not be seen at a glance that they agree.
-        ready: What is reduced of each of these.
-    """
-
-    __slots__ = ("_first", "_frame", "_parts", "_queue", "_room", "after", "ready", "slots")
-
-    def __init__(self, first: Exchange[Any], frame: Frame, queue: deque[Exchange[Any]]) -> None:
-        self._first = first
-        self._frame = frame
-        self._queue = queue
-        self._parts: Sequence[Part] = ()
-        self._room = first.run.workers.room
-        self.after: list[Any] = []
-        self.slots: list[list[bytes]] | None = None
-        self.ready = [first.parts[0][1]]
-
-    def bring(self) -> Array:
-        """Return the frame, and behind it what is ahead if there is room; as the engine sends it.
-
-        What is started until then goes with it where the engine's thread sends: the event loop may
-        be busy for as long as a step starts reductions, and that thread runs when it waits.
-        """
-        parts = self._parts = self._first.parts[:1]
-        if self._first.can_fuse:
-            parts = self._parts = self._all_parts()
-        behind, num_bytes = [], 0
-        for _, summands, _ in parts:
-            num_bytes += summands.num_bytes
-            if num_bytes > self._room:
-                break
-            behind.append(summands)
-        return self._frame.encode(self._room, behind, [frame for frame, _, _ in parts[1:]])
-
-    def _all_parts(self) -> list[Part]:
-        """Return the operations that could go together."""
-        first = self._first
-        found: list[Part] = []
-        num_bytes = num_in_slot = 0
-        for each in self._queue.copy():
-            if each is not first and not (each.can_fuse and each.run is first.run):
-                break
-            for part in each.parts.copy():  # which the event loop may add to
-                frame, summands, _ = part
-                num_bytes += summands.num_bytes
-                num_in_slot += len(frame.slot)
-                is_full = num_bytes > FUSED_BYTES or num_in_slot > SLOT_BYTES
-                if found and (is_full or summands.op is not found[0][1].op):
-                    return found
-                found.append(part)
-                if len(found) > MAX_FOLLOWERS:
-                    return found
-        return found
-
-    def look(self, rows: Any) -> bool:
-        """Tell whether to reduce what follows, which the engine's thread then does."""
-        slots = slots_if_one_collective(rows)
-        if slots is None:
-            return False
-        self.slots = [slots]
-        if len(self._parts) > 1:
-            frames = [frame for frame, _, _ in self._parts[1:]]
-            self.slots += slots_in_common(rows, self._frame, frames)
-        ready = self.ready = [part[1] for part in self._parts[: len(self.slots)]]
-        if self.num_bytes <= self._room:
-            runs, op = runs_of(ready), ready[0].op
-            columns = zip(*[arrays_behind(row, runs) for row in rows], strict=True)
-            share_totals(ready, [reduce_arrays(op, column) for column in columns])
-            return False
-        for summands in ready:
-            summands.begin()
-        self.after[:] = map(join_run, runs_of(ready))
-        return True
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the arrays that are reduced."""
-        return sum([each.num_bytes for each in self.ready])
 
 
 def digest_of(*texts: str) -> bytes:

@@ -17,12 +17,10 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from typing import Any, final
 
 from ..collectives import (
     SLOT_BYTES,
-    Summands,
     Turn,
     broadcast_arrays,
     no_data,
@@ -32,13 +30,13 @@ from ..collectives import (
 from ..context import AWAITED_BY, PLACE
 from ..devices import OwnedTask, is_ctrl_c
 from ..errors import ContextError, LoopMismatchError, ReplicaRow, WorkerLostError
-from ..replica import STARTED_ALL_REDUCE, Call, Generation, Pending, Reducing
+from ..replica import STARTED_ALL_REDUCE, Generation, Pending
 from ..typing import ReduceOp, VariableAggregation
 from ..values import IndexedSlices, aggregate
 from ._communicator import Communicator
 from ._engine import SMALL_BYTES
-from ._exchange import NOTHING_AHEAD, Exchange, OpenTurn, told_of_first
-from ._frame import Closed, Frame, FrameKind, Part, cut_text, digest_of
+from ._exchange import Exchange, OpenTurn
+from ._frame import Closed, Frame, FrameKind, cut_text, digest_of
 from ._rows import WorkerRows, cause_of, cause_of_interrupt, workers_closed_error
 from ._transport import LOGGER
 
@@ -216,12 +214,6 @@ class Workers:
             self.break_off(RuntimeError("its event loop ended while it met the others."))
         return None
 
-    async def _all_over(self) -> None:
-        """Let the operations end that are queued by now."""
-        last = self.before()
-        while last is not None and not last.is_over and await last.over():
-            pass
-
     def new_run_number(self) -> int:
         """Count a run, at its first operation."""
         self._next_run += 1
@@ -322,8 +314,9 @@ class Workers:
         if self._queue_of_runs is None:
             self._queue_of_runs = asyncio.Lock()
         async with self._queue_of_runs:
-            await self._all_over()
-            communicator = self._communicator
+            last, communicator = self.before(), self._communicator
+            if last is not None:
+                await last.over()
             if self._broken is None or communicator is None or not communicator.has_failed:
                 raise ContextError(
                     f"{self._label} of worker {self.rank} has lost no worker, so there is nothing "
@@ -368,7 +361,9 @@ class Workers:
 
     async def _leave(self) -> None:
         """Let the operations before end, and say goodbye; others may be late, or gone."""
-        await self._all_over()
+        last = self.before()
+        if last is not None:
+            await last.over()
         communicator = self._communicator
         if self._broken is not None or communicator is None:
             return
@@ -411,8 +406,7 @@ class WorkersRun:
     """
 
     __slots__ = (
-        "_newest", "ended_by", "function", "is_over", "local_rows", "number", "step", "tail",
-        "workers",
+        "ended_by", "function", "is_over", "local_rows", "number", "step", "tail", "workers",
     )  # fmt: skip
 
     def __init__(self, workers: Workers, function: str, step: int | None) -> None:
@@ -424,8 +418,6 @@ class WorkersRun:
         self.ended_by: Exception | None = None
         self.local_rows: Callable[[], Sequence[ReplicaRow]] | None = None
         self.tail: OpenTurn | None = None
-        # Reductions that no other operation has come behind.
-        self._newest: tuple[Exchange[None], Pending] | None = None
 
     @property
     def first_replica(self) -> int:
@@ -463,41 +455,18 @@ class WorkersRun:
         """Take a turn for a generation that is complete here; return what to await."""
         call = generation.calls[0]
         collective = call.collective
-        across = collective.across
-        if isinstance(collective, Reducing):
-            local = collective.combine(generation.group, generation.calls)
-            if type(local) is Summands and local.is_whole:
-                return self._reduce(call, collective, local)
-            across = partial(collective.across_later, local)
-        turn = self.turn(collective.name, collective.signature(call), call.sequence, call.describe)
+        signature = collective.signature(call)
+        turn = self.turn(collective.name, signature, call.sequence, call.describe)
         turn.is_awaited = collective is not STARTED_ALL_REDUCE
         try:
-            merging = across(generation.group, generation.calls, turn)
+            merging = collective.across(generation.group, generation.calls, turn)
         except BaseException:
             turn.end()
             raise
-        return Pending(merging, lambda _calls, parts: parts, turn)
-
-    def _reduce(self, call: Call, collective: Reducing, summands: Summands) -> Pending:
-        """Reduce over all workers, with the reductions that were started just before if it can."""
-        signature = collective.signature(call)
-        digest = digest_of(collective.name, signature, summands.layout)
-        of_it = FrameKind.COLLECTIVE, 0, self.function, call.sequence, 0, digest, summands.slot
-        part: Part = tuple.__new__(Frame, of_it), summands, call  # as `Frame(*of_it)`, quicker
-        if self._newest is not None:
-            exchange, pending = self._newest
-            if pending.to_parts is collective.hand_out and exchange.join(part):
-                return pending
-        turn = self.turn(collective.name, signature, call.sequence, call.describe)
-        is_awaited = collective is not STARTED_ALL_REDUCE
-        parts: list[Part] = [part]
-        told = partial(told_of_first, parts)
-        exchange = Exchange(self, parts, told, can_fuse=True, is_awaited=is_awaited)
-        pending = Pending(
-            exchange, collective.hand_out, turn, tell=exchange.tell, take=exchange.take
-        )
-        turn.take(exchange, is_last=True)
-        self._newest = exchange, pending
+        pending = merging if type(merging) is Pending else Pending(merging, _as_they_are)
+        pending.turn = turn
+        if type(pending.awaitable) is Exchange:
+            pending.tell = pending.awaitable.tell
         return pending
 
     def absent_workers(self) -> tuple[int, ...] | None:
@@ -514,7 +483,7 @@ class WorkersRun:
     ) -> OpenTurn:
         """Take the turn after those that were taken before."""
         turn = OpenTurn(self, what, signature, sequence, self.tail, describe)
-        self.tail, self._newest = turn, None
+        self.tail = turn
         return turn
 
     def fail(self, error: BaseException) -> None:
@@ -525,13 +494,13 @@ class WorkersRun:
         cause = cut_text(cause_of(error), SLOT_BYTES)
         frame = Frame(FrameKind.FAILED, 0, self.function, slot=cause)
         if not self.workers.is_broken:
-            Exchange(self, [(frame, NOTHING_AHEAD, None)], _told("the failure"), no_data).enter()
+            Exchange(self, frame, _told("the failure"), no_data).enter()
 
     def leave(self, error: BaseException | None) -> Exchange[list[bytes]]:
         """Tell the other workers that this one is closed, and why: the last operation there is."""
         cause = b"" if error is None else cut_text(cause_of(error), SLOT_BYTES)
         frame = Frame(FrameKind.CLOSED, 0, slot=cause)
-        goodbye = Exchange(self, [(frame, NOTHING_AHEAD, None)], _told("the end"), no_data)
+        goodbye = Exchange(self, frame, _told("the end"), no_data)
         goodbye.enter()
         return goodbye
 
@@ -575,3 +544,7 @@ def _require_not_awaited(run: WorkersRun | None, what: str) -> None:
 
 def _told(what: str) -> Callable[[], tuple[str, str]]:
     return lambda: (what, "")
+
+
+def _as_they_are(parts: object) -> Any:
+    return parts

@@ -155,14 +155,14 @@ class ApplyGradients(Collective):
         nothing = [None] * group.num_replicas
         pending = calls[0].context.run(_take_step_of_all, group, calls)
 
-        def ended(*_: object) -> Parts:
+        def ended(_result: None) -> Parts:
             if accumulator is not None:
                 accumulator.discard()
             return nothing
 
         if pending is not None:
             return Pending(pending, ended)
-        return nothing if accumulator is None else ended()
+        return nothing if accumulator is None else ended(None)
 
 
 APPLY_GRADIENTS = ApplyGradients("apply_gradients")

@@ -251,7 +251,7 @@ class ReplicaGroup:
         point = self.point
         error = error_of(work)
         if error is None and point.unseen:  # by identity: an exception of the user may be false
-            error = _unseen_by(point, replica.replica_id)
+            error = point.unseen_by(replica.replica_id)
         if (tell := self._observers.replica_ended) is not None:
             tell(self, replica.replica_id, error)
         # In this order: calls that a failed replica never awaited are a consequence.
@@ -434,9 +434,3 @@ def waits_of(group: ReplicaGroup) -> Iterator[ReplicaWait]:
             yield ReplicaWait(group.step, replica_id, device, what, (), op.where)
         if group.is_blocking and replica.activity is not None:
             yield ReplicaWait(group.step, replica_id, device, replica.activity, (), "-")
-
-
-def _unseen_by(point: MeetingPoint, replica_id: int) -> BaseException | None:
-    """Return what a collective raised that a replica started and whose handle was not read."""
-    unseen = list(point.unseen.items())
-    return next((error for each, error in unseen if replica_id in each.group.members), None)

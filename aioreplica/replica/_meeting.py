@@ -15,13 +15,13 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import Context
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, Protocol, TypeAlias, final
 
 from ..collectives import CommunicationOptions, Reducer, Turn
-from ..context import DEFAULT_PLACE, CurrentStrategy, Place
-from ..devices import is_interrupted
+from ..context import DEFAULT_PLACE, REGISTRY, CurrentStrategy, Place
 from ..errors import ContextError
 from ..telemetry import MergeEntry, source_line
 
@@ -39,14 +39,6 @@ class Reading(Protocol):
 
     async def over(self) -> bool:
         """Wait for its end, through every cancellation."""
-
-
-def once_over(reading: Reading | None, fn: Callable[[], None]) -> None:
-    """Call something once nothing is being read; at once in an interrupt."""
-    if reading is None or is_interrupted():
-        fn()
-    else:
-        reading.when_over(fn)
 
 
 class WaitedFor(Protocol):
@@ -87,8 +79,8 @@ class MergeTurn(Protocol):
     def end(self) -> None:
         """Let the next turn begin."""
 
-    def give_back(self, call: Call) -> Reading | None:
-        """Go on without the replicas' own arrays in a call; return what is reading them."""
+    def give_back(self) -> Reading | None:
+        """Go on without the replicas' own arrays; return what is reading them."""
 
 
 @final
@@ -107,35 +99,31 @@ class CallSite(NamedTuple):
 @final
 @dataclass(slots=True)
 class Pending:
-    """A merge that takes longer, or several of them that go together.
+    """A merge that takes longer.
 
     Attributes:
         awaitable: What to await.
-        to_parts: Makes parts of its result, for the calls of a generation.
+        to_parts: Makes parts of its result.
         turn: In which it meets other workers; None if there are none.
         task: Waits for it, or is it; None before that.
         tell: Where `awaitable` is a future: has a function called when it is done, in the same
-            cycle of the event loop, or when some have ended; None if it has not got that.
-        take: Takes the results of those that have ended, the first ones, where there are several.
-        generations: What is merged and has not ended.
+            cycle of the event loop; None if it has not got that.
     """
 
     awaitable: Awaitable[Any]
-    to_parts: Callable[[Sequence[Call], Any], Parts]
+    to_parts: Callable[[Any], Parts]
     turn: MergeTurn | None = None
     task: asyncio.Future[Any] | None = None
     tell: Callable[[Callable[[], object]], None] | None = None
-    take: Callable[[], Sequence[Any]] | None = None
-    generations: list[Generation] = field(default_factory=list)
 
     def end(self) -> None:
         """Let those go on who wait for their turn."""
         if self.turn is not None:
             self.turn.end()
 
-    def reading(self, call: Call) -> Reading | None:
-        """Return what still reads a call's own arrays; from now on nothing else will."""
-        return None if self.turn is None else self.turn.give_back(call)
+    def reading(self) -> Reading | None:
+        """Return what still reads the replicas' own arrays; from now on nothing else will."""
+        return None if self.turn is None else self.turn.give_back()
 
     def discard(self) -> None:
         """Close what will never be awaited."""
@@ -309,7 +297,7 @@ class Collective(ABC):
 
     def across(
         self, group: SyncGroup, calls: Sequence[Call], turn: Turn
-    ) -> Coroutine[object, None, Parts]:
+    ) -> Coroutine[object, None, Parts] | Pending:
         """Merge the calls of all members, and what other workers have made of theirs.
 
         Returns:
@@ -506,6 +494,11 @@ class Generation:
     def awaited(self) -> None:
         """Return None: only replicas are waited for."""
 
+    def is_given_up(self) -> bool:
+        """Tell whether a task that waited was cancelled, and with it the future that all share."""
+        waiter = self.waiter
+        return waiter is not None and waiter.cancelled()
+
     def new_watcher(self, loop: asyncio.AbstractEventLoop | None) -> asyncio.Future[None]:
         """Return a future that is done when the waiter is; cancelling it leaves that one alone."""
         watcher: asyncio.Future[None] = asyncio.Future(loop=loop)
@@ -529,7 +522,7 @@ class Generation:
 
     async def unread(self) -> None:
         """Wait until nothing reads the replicas' own arrays, through every cancellation."""
-        reading = None if self.pending is None else self.pending.reading(self.calls[0])
+        reading = None if self.pending is None else self.pending.reading()
         if reading is not None:
             await reading.over()
 
@@ -591,3 +584,15 @@ def new_generation(group: SyncGroup, first: Call) -> Generation:
     generation.watchers = None
     group.open[first.sequence] = generation
     return generation
+
+
+def collective_named(kind: Callable[[str], Collective], name: str) -> Collective:
+    """Return the one collective of a kind that tables show as `name`."""
+    return _named(kind, name)
+
+
+@lru_cache(maxsize=256)
+def _named(kind: Callable[[str], Collective], name: str) -> Collective:
+    # A cache that two threads miss at once gives each its own, and replicas compare identities.
+    made = REGISTRY.once("named_collectives", dict[tuple[object, str], Collective])
+    return made.setdefault((kind, name), kind(name))

@@ -30,6 +30,7 @@ from ..devices import (
     Gate,
     Op,
     OpTracker,
+    is_interrupted,
     name_of_served_lane,
     require_loop,
     synchronise_lane,
@@ -38,7 +39,7 @@ from ..errors import ReplicaRow
 from ..telemetry import Observers
 from ._errors import held_by_op_error, misuse_error, two_at_once_error
 from ._failure import add_note_once, error_of
-from ._meeting import AcrossWorkers, Call, Generation, Pending, SyncGroup, WaitedFor, once_over
+from ._meeting import AcrossWorkers, Call, Generation, Parts, Pending, Reading, SyncGroup, WaitedFor
 from ._messages import Transfer
 from ._reductions import STARTED_ALL_REDUCE
 from ._rendezvous import Mismatch, Rendezvous, ReplicaState
@@ -120,7 +121,7 @@ class MeetingPoint:
         generation = decided if type(decided) is Generation else self.cannot_meet(decided, call)
         if not call.position:
             call.context = copy_context()
-        if generation.waiter is None and (generation.missing or self.loop is None):
+        if generation.waiter is None:
             self.new_waiter(generation, call)
         if not generation.missing:
             self.merge(generation)
@@ -206,9 +207,7 @@ class MeetingPoint:
         else:
             self._start_merge(generation, pending)
 
-    def release(
-        self, generation: Generation, parts: Sequence[Any], error: BaseException | None
-    ) -> None:
+    def release(self, generation: Generation, parts: Parts, error: BaseException | None) -> None:
         """Hand every member its part, or the error; wake those who wait."""
         generation.parts = parts
         if error is not None:
@@ -218,8 +217,8 @@ class MeetingPoint:
             generation.is_merged = True
             if (waiter := generation.waiter) is not None and not waiter.done():
                 waiter.set_result(None)
-            if in_flight := self.rendezvous.in_flight:
-                in_flight.pop(generation, None)
+            if self.rendezvous.in_flight:
+                self.rendezvous.merged(generation)
                 for watcher in generation.watchers or ():
                     if not watcher.done():
                         watcher.set_result(None)
@@ -243,9 +242,7 @@ class MeetingPoint:
 
     def _failed(self, generation: Generation, error: BaseException) -> None:
         first: Call = generation.calls[0]
-        if all(error is not other for other in self.unseen.values()):  # of those it went with
-            where = f"{first.describe()}, called at {first.site}"
-            add_note_once(error, f"Raised by the merge of {where}.")
+        add_note_once(error, f"Raised by the merge of {first.describe()}, called at {first.site}.")
         generation.error = error
         generation.traceback = error.__traceback__
         # Every other collective raises where it is awaited; of a handle that may never happen.
@@ -264,19 +261,16 @@ class MeetingPoint:
             return
         context = generation.calls[0].context
         context.run(PLACE.set, generation.group.merge_place)
-        generation.pending = pending
-        pending.generations.append(generation)
-        task = pending.task or pending.awaitable
+        task = pending.awaitable
         self.merging[generation] = isinstance(task, asyncio.Future)
-        if pending.task is not None:  # it goes with those before
-            return
         if not isinstance(task, asyncio.Future):
             task = asyncio.Task(self._wait_for(generation, task), loop=self.loop, context=context)
-        pending.task = task
+        pending.task, generation.pending = task, pending
+        ended = partial(self._merge_ended, generation, pending)
         if pending.tell is None:
-            task.add_done_callback(partial(self._merge_ended, pending))
+            task.add_done_callback(ended, context=context)
         else:
-            pending.tell(partial(self._merge_ended, pending, task))
+            pending.tell(partial(context.run, ended, task))
 
     async def _wait_for(self, generation: Generation, awaitable: Awaitable[object]) -> object:
         if self.is_aborted:  # a merge of an aborted run does not begin
@@ -284,20 +278,21 @@ class MeetingPoint:
         self.merging[generation] = True
         return await awaitable
 
-    def _merge_ended(self, pending: Pending, task: asyncio.Future[Any]) -> None:
-        """Release those whose generations have ended, the first ones; all of them by an error."""
-        error, generations = error_of(task) if task.done() else None, pending.generations
-        take = pending.take or (lambda: [task.result()])
-        results = take() if error is None else [None] * len(generations)
-        ended, pending.generations = generations[: len(results)], generations[len(results) :]
+    def _merge_ended(
+        self, generation: Generation, pending: Pending, task: asyncio.Future[object]
+    ) -> None:
+        if not self.merging.pop(generation):
+            pending.discard()
         pending.end()
-        for generation, result in zip(ended, results, strict=True):
-            if not self.merging.pop(generation):
-                pending.discard()
-            waiter = generation.waiter  # if it was cancelled, those who wait say by whom
-            if not (self.is_aborted or (waiter is not None and waiter.cancelled())):
-                context = generation.calls[0].context
-                context.run(_hand_out, self, generation, pending, result, error)
+        error = error_of(task)
+        if not (self.is_aborted or generation.is_given_up()):  # the tasks that wait say who did
+            parts: Parts = ()
+            if error is None:
+                try:
+                    parts = pending.to_parts(task.result())
+                except Exception as wrong:  # noqa: BLE001 - every member raises it
+                    error = wrong
+            self.release(generation, parts, error)
         try:  # `suppress` is slower
             self.run.merge_ended()
         except ReferenceError:
@@ -335,6 +330,11 @@ class MeetingPoint:
         with self.lock or NO_LOCK:
             return self.rendezvous.rows()
 
+    def unseen_by(self, replica_id: int) -> BaseException | None:
+        """Return what a collective raised that a replica started and whose handle was not read."""
+        unseen = list(self.unseen.items())
+        return next((error for each, error in unseen if replica_id in each.group.members), None)
+
     def cancel(self) -> None:
         """Wake all who wait, once their arrays are not read; child tasks may be among them."""
         if self.lock is None:
@@ -342,16 +342,14 @@ class MeetingPoint:
                 waited.give_up()
         reading = None
         for generation, has_begun in list(self.merging.items()):
-            if self.lock is None and generation.waiter is None:
-                self.new_waiter(generation, generation.first)
             pending, own = generation.pending, None
             if pending is not None and pending.task is not None and has_begun:
                 pending.task.cancel()  # one that has not begun sees that the run is aborted
-                own = pending.reading(generation.calls[0])
+                own = pending.reading()
             reading = own or reading
             if self.lock is None:
-                once_over(own, generation.give_up)
-        once_over(reading, self.wake_threads)
+                _once_over(own, generation.give_up)
+        _once_over(reading, self.wake_threads)
         for cancel in list(self.host_calls):
             cancel()
 
@@ -399,20 +397,11 @@ class MeetingPoint:
         self.unseen.clear()
 
 
-def _hand_out(
-    point: MeetingPoint,
-    generation: Generation,
-    pending: Pending,
-    result: object,
-    error: BaseException | None,
-) -> None:
-    parts: Sequence[Any] = ()
-    if error is None:
-        try:
-            parts = pending.to_parts(generation.calls, result)
-        except Exception as wrong:  # noqa: BLE001 - every member raises it
-            error = wrong
-    point.release(generation, parts, error)
+def _once_over(reading: Reading | None, fn: Callable[[], None]) -> None:
+    if reading is None or is_interrupted():
+        fn()
+    else:
+        reading.when_over(fn)
 
 
 class Waiter(ABC):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import copy_context
-from functools import lru_cache, partial
+from functools import partial
 from types import MethodType
 from typing import Any, final
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from .._functions import require_finished
 from ..collectives import Turn, leaf_bytes, no_data
-from ..context import PLACE, REGISTRY
+from ..context import PLACE
 from ..tree import LEAF_TYPES, flatten
 from ..typing import VariableAggregation
 from ..values import (
@@ -24,7 +24,7 @@ from ..values import (
     split_per_replica,
     update_components,
 )
-from ._meeting import Call, Collective, Parts, Pending, SyncGroup
+from ._meeting import Call, Collective, Parts, Pending, SyncGroup, collective_named
 from ._signature import arguments_text, function_text
 
 
@@ -105,7 +105,7 @@ class MergeCall(Collective):
             calls[0].context = copy_context()  # the one it had is entered already, by this task
             parts = self.perform(group, calls)
             if type(parts) is Pending:
-                return parts.to_parts(calls, await parts.awaitable)
+                return parts.to_parts(await parts.awaitable)
         return parts
 
     def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
@@ -132,16 +132,15 @@ class MergeCall(Collective):
             if len(parts) == group.num_replicas:
                 return parts
         if kind not in LEAF_TYPES and isinstance(result, Awaitable):
-            return Pending(result, self._parts)
-        return self._parts(calls, result)
+            return Pending(result, partial(self._parts, group, first.argument))
+        return self._parts(group, first.argument, result)
 
-    def _parts(self, calls: Sequence[Call], result: object) -> Parts:
+    def _parts(self, group: SyncGroup, fn: object, result: object) -> Parts:
         if type(result) in LEAF_TYPES:
-            return [result] * len(calls)
-        fn = calls[0].argument
+            return [result] * group.num_replicas
         require_finished(result, fn, self.name)
         return split_per_replica(
-            result, len(calls), f"the result of merge function {self.detail(fn)}"
+            result, group.num_replicas, f"the result of merge function {self.detail(fn)}"
         )
 
 
@@ -188,7 +187,7 @@ class Once(Collective):
 
     def across(
         self, group: SyncGroup, calls: Sequence[Call], turn: Turn
-    ) -> Coroutine[object, None, Parts]:
+    ) -> Coroutine[object, None, Parts] | Pending:
         """Do it on every worker, once all are there."""
         if self._signature is None:
             return super().across(group, calls, turn)
@@ -197,13 +196,13 @@ class Once(Collective):
     async def _on_every_worker(self, group: SyncGroup, calls: Sequence[Call], turn: Turn) -> Parts:
         await turn.exchange(b"", no_data)
         parts = self.perform(group, calls)
-        return parts.to_parts(calls, await parts.awaitable) if isinstance(parts, Pending) else parts
+        return parts.to_parts(await parts.awaitable) if isinstance(parts, Pending) else parts
 
     def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
         """Do it."""
         pending = self._act(calls[0].argument, group)
         nothing = [None] * group.num_replicas
-        return nothing if pending is None else Pending(pending, lambda *_: nothing)
+        return nothing if pending is None else Pending(pending, lambda _: nothing)
 
 
 def _call_in_merge(
@@ -327,15 +326,3 @@ def _update(
     all_args = split_per_replica(args, count, "args")
     all_kwargs = split_per_replica(kwargs, count, "kwargs")
     return update_components(strategy, var, fn, all_args, all_kwargs, group)
-
-
-def collective_named(kind: Callable[[str], Collective], name: str) -> Collective:
-    """Return the one collective of a kind that tables show as `name`."""
-    return _named(kind, name)
-
-
-@lru_cache(maxsize=256)
-def _named(kind: Callable[[str], Collective], name: str) -> Collective:
-    # A cache that two threads miss at once gives each its own, and replicas compare identities.
-    made = REGISTRY.once("named_collectives", dict[tuple[object, str], Collective])
-    return made.setdefault((kind, name), kind(name))
