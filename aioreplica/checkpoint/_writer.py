@@ -80,7 +80,8 @@ class Writer:
         self._storage = storage
         self._max_to_keep = max_to_keep
         self._keep_every = keep_every
-        self._turn = threading.Lock()  # the thread of a save whose loop was closed may begin late
+        # The thread of a save whose loop was closed may begin late; not in the child of a fork.
+        self._turn = threading.Lock(), os.getpid()
         self._lock: tuple[Any, int] | None = None  # of the storage, and the process with it
         self._known: Known | None = None  # None while that is not sure
         self._fence: int | None = None  # the newest sequence when it took the directory
@@ -98,7 +99,9 @@ class Writer:
             CheckpointError: If another writer is there.
             OSError: If something cannot be read or made.
         """
-        with self._turn:
+        if self._turn[1] != os.getpid():
+            self._turn = threading.Lock(), os.getpid()
+        with self._turn[0]:
             return self._begin(step, storage)
 
     def _begin(self, step: int, storage: Storage) -> Saving:

@@ -32,6 +32,44 @@ os.read(0, 1)
 os._exit(0)
 """
 
+FORKED_IN_A_BEGIN = """
+import asyncio, os, sys, threading
+from pathlib import Path
+from aioreplica.checkpoint import CheckpointManager, LocalStorage
+from aioreplica.errors import CheckpointUncertainError
+
+class Held(LocalStorage):
+    process, has_come, may_go_on = os.getpid(), threading.Event(), threading.Event()
+
+    def lock(self):
+        if os.getpid() == self.process:
+            self.has_come.set()
+            self.may_go_on.wait()
+        return super().lock()
+
+async def begin():
+    await manager.save(1, {"x": 1}, wait=False)
+    while not Held.has_come.is_set():
+        await asyncio.sleep(0.001)
+
+async def save():
+    try:
+        await manager.wait()
+    except CheckpointUncertainError:
+        await manager.save(2, {"x": 2})
+
+manager = CheckpointManager(Held(Path(sys.argv[1])))
+loop = asyncio.new_event_loop()
+loop.run_until_complete(begin())
+loop.close()
+child = os.fork()
+if child == 0:
+    asyncio.run(save())
+    os._exit(10 + max(manager.steps()))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+os._exit(0)
+"""
+
 
 def test_a_second_lock_names_the_process_that_has_the_first(tmp_path: Path) -> None:
     lock = FileLock(tmp_path / "lock")
@@ -115,3 +153,14 @@ async def test_files_of_others_are_left_alone_and_said(tmp_path: Path) -> None:
         with pytest.warns(RuntimeWarning, match="left in step-0000000003 .*notes.txt"):
             await manager.save(4, {"x": 1})
     assert len([*left.iterdir()]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent(tmp_path: Path) -> None:
+    """One that begins a save holds the turn of the manager, and is not in the child."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED_IN_A_BEGIN, str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.stdout == "12\n", done.stderr

@@ -451,7 +451,8 @@ def test_a_save_waits_for_the_thread_of_one_whose_loop_was_closed_while_it_began
     storage = HeldStorage(tmp_path)
     manager = ar.CheckpointManager(storage)
     writer = manager._writer
-    writer._turn = TellingLock(writer._turn, storage.may_go_on)  # type: ignore[assignment]
+    lock, process = writer._turn
+    writer._turn = TellingLock(lock, storage.may_go_on), process  # type: ignore[assignment]
     run_and_close(begin_a_save)
     asyncio.run(save())
     assert manager.steps() == (2,)

@@ -35,7 +35,8 @@ LONG_S = 1.0
 """A closure that takes as long has one closure wait behind it."""
 
 SLOW_S = 0.1
-"""Work behind a closure that has run for so long goes to a worker that has none."""
+"""Work behind a closure that has run for so long goes to a worker that has none; as does work that
+takes longer, behind any."""
 
 GRACE_S = 10.0
 """How much longer than its timeout a closure may take before its worker is restarted."""
@@ -348,9 +349,10 @@ class ClosureQueue:
         idle = sum(not worker.closures for worker in self._workers.values())
         if not idle or self._queued:
             return []
-        slow = [worker for worker in self._workers.values() if _slow_at(worker) <= now]
+        slow = [worker for worker in self._workers.values() if self._slow_at(worker) <= now]
         slow.sort(key=lambda worker: (-len(worker.closures), worker.index))
-        back = [closure for worker in slow for closure in worker.closures[worker.slots :]][:idle]
+        # The last first: of the others some may have begun, which is told with the next message.
+        back = [each for worker in slow for each in worker.closures[: worker.slots - 1 : -1]][:idle]
         for closure in back:
             self.leave(now, closure)
         self._put_back(back)
@@ -380,8 +382,16 @@ class ClosureQueue:
         if not self._workers and self._worker_wait_s is not None and self._queued:
             times.append((self._alone_since or 0.0) + self._worker_wait_s)
         if not self._queued and any(not worker.closures for worker in self._workers.values()):
-            times += map(_slow_at, self._workers.values())
+            times += map(self._slow_at, self._workers.values())
         return min(times, default=math.inf)
+
+    def _slow_at(self, worker: _Worker) -> float:
+        """Return when what waits with a worker may go to another one."""
+        waiting = worker.closures[worker.slots :]
+        running = worker.closures[: worker.slots]
+        began = [each.began_s for each in running if waiting and each.began_s is not None]
+        is_long = len(waiting) * (self._mean_s or 0.0) > SLOW_S * worker.slots
+        return min(began, default=math.inf) + (0.0 if is_long else SLOW_S)
 
     def overdue(self, now: float) -> list[ScheduledClosure]:
         """Return closures whose timeout has passed and was not answered by their workers."""
@@ -472,11 +482,3 @@ def _due(closure: ScheduledClosure) -> float:
     if closure.timeout_s is None or closure.began_s is None:
         return math.inf
     return closure.began_s + closure.timeout_s + GRACE_S
-
-
-def _slow_at(worker: _Worker) -> float:
-    """Return when what waits with a worker may go to another one."""
-    if len(worker.closures) <= worker.slots:
-        return math.inf
-    began = [each.began_s for each in worker.closures[: worker.slots] if each.began_s is not None]
-    return min(began, default=math.inf) + SLOW_S

@@ -215,6 +215,20 @@ def test_work_behind_a_slow_closure_goes_to_a_worker_that_has_none(loop: Any) ->
     assert c.made[2].lost_with == []
 
 
+def test_much_work_behind_a_closure_goes_to_a_worker_that_has_none_at_once(loop: Any) -> None:
+    c = Coordinator(loop, 8)
+    c.send()  # 0, 2, 4 and 6 with a, the others with b
+    c.queue.finished(0.3, c.made[0])
+    assert c.queue.next_look() == math.inf
+    for number in (1, 3, 5, 7):
+        c.queue.finished(0.3, c.made[number])
+    assert c.queue.next_look() == 0.3  # not SLOW_S after the closure 2 has begun
+    assert c.queue.take_back(0.3) == [c.made[6]]  # 4 may have begun
+    c.made[6].submission = None
+    assert c.send(0.3) == [6]
+    assert c.queue.take_back(0.3) == []
+
+
 def test_nothing_is_taken_back_while_all_have_work(loop: Any) -> None:
     c = Coordinator(loop, 4)
     c.send()
