@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
-from aioreplica.errors import ContextError, DeviceError
+from aioreplica.errors import ContextError, DeviceError, NonFiniteError
 from aioreplica.optimizers import Optimizer
 from tests.conftest import mirrored, one_worker
 from tests.replica.gated import me
@@ -361,6 +361,60 @@ async def test_integers_that_pass_32_bits_end_the_run_before(
         finally:
             jax.config.update("jax_enable_x64", False)
         assert v.version == (at + 6) * each
+
+
+@pytest.mark.parametrize("scans", [True, False])
+@pytest.mark.parametrize("fails", ["a wrap", "no weight"])
+async def test_an_update_that_is_not_finite_comes_before_what_fails_later(
+    pair: ar.Strategy, scans: bool, fails: str
+) -> None:
+    """All in one chunk: neither is published, though only the later one has a code of its own."""
+    with pair.scope():
+        w = ar.Variable(np.ones(4, np.float32))
+        sgd = ar.optimizers.SGD(0.1)
+        v = ar.Variable(np.array(LARGEST - 3), trainable=False, aggregation="only_first_replica")
+
+    def step(ctx: ar.MultiStepContext, x: Any, n: Any) -> None:
+        v.blocking.assign_add(1 if fails == "a wrap" else 0)
+        sgd.blocking.minimize(lambda: ar.Weighted(jnp.sum(w.value * x), n), backend="jax")
+
+    factors = [0, 1, np.nan, 1, 1, 1, 1, 1]  # the first one is a chunk of its own
+    weights = [1, 1, 1, 1, 1, 1 if fails == "a wrap" else 0, 1, 1]
+    batches = [
+        (ar.PerReplica([np.full(4, x, np.float32)] * 2), ar.PerReplica([np.float32(n)] * 2))
+        for x, n in zip(factors, weights, strict=True)
+    ]
+    with (
+        mock.patch.object(Trial, "prefers_scan", return_value=scans),
+        pytest.raises(NonFiniteError, match="not finite in step 2"),
+    ):
+        await pair.run_steps(step, iter(batches), 8, compile="jax")
+    assert w.version == v.version == 2
+    np.testing.assert_allclose(w.value, 0.9)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.int32, np.float32])
+@pytest.mark.parametrize("synchronization", ["on_write", "on_read"])
+async def test_scalars_are_summed_and_stay_arrays(
+    pair: ar.Strategy, dtype: Any, synchronization: Any
+) -> None:
+    with pair.scope():
+        v = ar.Variable(
+            np.zeros((), dtype),
+            trainable=False,
+            aggregation="sum",
+            synchronization=synchronization,
+        )
+
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        v.blocking.assign_add(x)
+
+    batches = [ar.PerReplica([dtype(1), dtype(2)])] * 3
+    await pair.run_steps(step, iter(batches), 3, compile="jax")
+    assert v.value == 9
+    for part in v.components:
+        assert type(part) is np.ndarray
+        assert part.dtype == dtype
 
 
 async def test_counts_of_steps_that_32_bits_do_not_hold(pair: ar.Strategy) -> None:

@@ -207,7 +207,7 @@ class CompiledLoop:
         numbers = np.array([self._done, self._first, *updates.values()], np.int32)
         args = (inputs, numbers, program.table(chunk.size, updates))
         carry, report, ahead = self._called(replica, program, chunk, begun, args)
-        if report.in_doubt and not report.codes.any():
+        if report.in_doubt:  # be there a code, too: an update before that step may be the cause
             _, report = self._stepped(replica, program, chunk, begun, args, looks=True)
         failed = np.flatnonzero(report.codes)
         if failed.size:

@@ -511,4 +511,4 @@ def of_first(array: Traced) -> Array:
 
 def of_each(array: Traced) -> list[Array]:
     """Return what each device has of an array of all of them, as views."""
-    return [np.asarray(array.addressable_data(i))[0] for i in range(array.shape[0])]
+    return [np.asarray(array.addressable_data(i))[0, ...] for i in range(array.shape[0])]

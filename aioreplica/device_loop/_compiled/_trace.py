@@ -325,7 +325,7 @@ class StepTrace:
             self._fail_beyond(variable, change, 2**31)
 
     def _fail_beyond(self, variable: Variable, size: Traced, limit: int) -> None:
-        is_beyond = jnp.any(jnp.abs(size) >= limit - ROUNDED).astype(jnp.int32)
+        is_beyond = jnp.any(jnp.abs(size) >= np.float32(limit - ROUNDED)).astype(jnp.int32)
         if self.num_replicas > 1 and not variable.is_mirrored:
             is_beyond = lax.pmax(is_beyond, AXIS)
         at = next(i for i, each in enumerate(self.values) if each is variable)
