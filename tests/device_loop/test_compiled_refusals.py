@@ -322,7 +322,8 @@ LARGEST = 2**31 - 1
         (np.int64, LARGEST - 3, lambda v, x: v.blocking.assign_add(x), {}, 3),
         (np.int64, -LARGEST, lambda v, x: v.blocking.assign_sub(x), {}, 1),
         (np.uint64, 3, lambda v, x: v.blocking.assign_sub(x), {}, 3),
-        (np.int64, LARGEST - 3, lambda v, x: v.blocking.assign(v.value + x), {}, 3),
+        (np.int64, 0, lambda v, x: v.blocking.assign(x.astype(jnp.uint32) << 31), {}, 0),
+        (np.int64, 0, lambda v, x: v.blocking.assign_add(x.astype(jnp.uint32) << 31), {}, 0),
         (np.int64, 0, lambda v, x: v.blocking.assign_add(x * 2**30), {"aggregation": "sum"}, 0),
         (
             np.int64,
@@ -332,7 +333,15 @@ LARGEST = 2**31 - 1
             3,
         ),
     ],
-    ids=["added", "subtracted", "below 0", "assigned", "sum over replicas", "of one replica"],
+    ids=[
+        "added",
+        "subtracted",
+        "below 0",
+        "assigned",
+        "unsigned added",
+        "sum over replicas",
+        "of one replica",
+    ],
 )
 async def test_integers_that_pass_32_bits_end_the_run_before(
     pair: ar.Strategy, dtype: Any, begin: int, change: Any, options: Any, at: int, scans: bool
@@ -361,6 +370,30 @@ async def test_integers_that_pass_32_bits_end_the_run_before(
         finally:
             jax.config.update("jax_enable_x64", False)
         assert v.version == (at + 6) * each
+
+
+@pytest.mark.parametrize(
+    ("dtype", "begin", "change", "aggregation", "after"),
+    [
+        (np.int64, -(2**31), lambda v, x: v.blocking.assign(jnp.maximum(v.value, x)), "mean", 1),
+        (np.uint64, 2**32 - 1, lambda v, x: v.blocking.assign(v.value * x), "mean", 2**32 - 1),
+        (np.int64, -(2**31), lambda v, x: v.blocking.assign_add(x * 2**30), "sum", 0),
+        (np.int64, -(2**31), lambda v, x: v.blocking.assign_sub(-x * LARGEST), "mean", -1),
+        (np.int64, 0, lambda v, x: v.blocking.assign_add(x * 2**30 - 1), "sum", 2**31 - 2),
+        (np.uint64, 1, lambda v, x: v.blocking.assign_add((x << 31) - 1), "sum", 2**32 - 1),
+    ],
+)
+async def test_integers_within_32_bits_are_not_refused(
+    pair: ar.Strategy, dtype: Any, begin: int, change: Any, aggregation: Any, after: int
+) -> None:
+    with pair.scope():
+        v = ar.Variable(np.array(begin, dtype), trainable=False, aggregation=aggregation)
+
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        change(v, x)
+
+    await pair.run_steps(step, iter([ar.PerReplica([dtype(1)] * 2)]), 1, compile="jax")
+    assert v.value == after
 
 
 @pytest.mark.parametrize("scans", [True, False])

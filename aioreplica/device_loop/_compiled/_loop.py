@@ -355,8 +355,8 @@ def _failure(program: StepProgram, code: int, number: int) -> Exception:
     if kind == WRAPPED:
         return OverflowError(
             f"Variable {program.state[index].name!r} has {program.state[index].dtype}, which jax "
-            f"computes in 32 bits here, and passes what they hold in step {number}: it changes by "
-            f"2**31 or more. {WIDEN}"
+            f"computes in 32 bits here, and passes what they hold in step {number}: "
+            f"what it is assigned, or comes to, does not fit. {WIDEN}"
         )
     name = [v.name for variables, _ in program.applied.values() for v in variables][index]
     if kind == NO_WEIGHT:

@@ -29,14 +29,11 @@ from ...typing import OpName, ReduceOp, VariableAggregation
 from ...values import IndexedSlices, Variable, Weighted, fitting, is_floating
 from ._prepared import Prepared, Which, multipliers_of, prepared_for
 from ._untraceable import may_wrap, only_recorded, require_own_dtype
-from ._update import MAX_VARIABLES, WRAPPED, apply_traced, traced_scale
+from ._update import MAX_VARIABLES, WRAPPED, apply_traced, halves_of, traced_scale
 
 Traced: TypeAlias = jax.Array
 AXIS = "replica"
 """The axis of the mesh: one jax device for each replica."""
-
-ROUNDED = 2**12
-"""How far numbers of up to 32 bits may be wrong as a few sums of float32."""
 
 REFUSED = (
     "merge_call", "start_all_reduce", "agree", "group", "variable", "update", "run_on_device",
@@ -94,7 +91,6 @@ class StepTrace:
         self.codes: list[Traced] = []
         self.key_names: dict[tuple[str, bool], None] = {}
         self._keys = keys
-        self._asked: dict[Variable, bool] = {}  # for which the step itself
         self._table = table
         self._in_order = in_order
 
@@ -129,10 +125,6 @@ class StepTrace:
 
     def read(self, variable: Variable) -> Traced:
         """Return what a variable holds at this point of the step."""
-        self._asked[variable] = True
-        return self._held(variable)
-
-    def _held(self, variable: Variable) -> Traced:
         found = self.values.get(variable)
         if found is not None:
             return found
@@ -162,10 +154,11 @@ class StepTrace:
 
     def write(self, variable: Variable, value: Traced, source: Optimizer | None = None) -> None:
         """Let a variable hold something else from here on."""
-        old = self._held(variable)
+        old = self.read(variable)
         new = self.values[variable] = jnp.asarray(value).astype(old.dtype)
-        if source is not None and variable is not source.settings.iterations:  # those are foreseen
-            self._fail_if_wrapped(variable, old, new)
+        if source is not None and may_wrap(variable) and variable is not source.settings.iterations:
+            limits = jnp.iinfo(old.dtype)  # a count goes up by 1
+            self._fail_if(variable, ((old == limits.max) & (new == limits.min)).any())
         self.written.setdefault(variable, []).append(source)
 
     def assign(self, variable: Variable, verb: str, value: object) -> Traced:
@@ -180,18 +173,18 @@ class StepTrace:
         if isinstance(value, IndexedSlices) or verb.startswith("scatter"):
             raise TypeError(f"{verb} of {variable.name!r} with IndexedSlices cannot be compiled.")
         given = value.value if isinstance(value, Variable) else value
-        array, old = jnp.asarray(given), self._held(variable)
+        array, old = jnp.asarray(given), self.read(variable)
         fitting(variable, given if isinstance(given, int) else _blank(array))
-        new = array.astype(old.dtype)
+        if may_wrap(variable):
+            self._fail_if_wrapped(variable, verb, old, array)
+        new = array if array.dtype == jnp.uint32 and may_wrap(variable) else array.astype(old.dtype)
         if variable.is_mirrored and not self.strategy.has_plain_values:
             new = self._aggregated(variable, verb, new)
             if variable.dtype.kind not in "iu":
                 fitting(variable, _blank(new))  # booleans have become numbers
-            new = new.astype(old.dtype)
+        new = new.astype(old.dtype)
         if verb != "assign":
             new = old + new if verb == "assign_add" else old - new
-        if verb != "assign" or variable in self._asked:
-            self._fail_if_wrapped(variable, old, new)
         self.write(variable, new)
         return self.values[variable]
 
@@ -204,9 +197,6 @@ class StepTrace:
         if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
             return self.first([new])[0]
         if variable.aggregation is not VariableAggregation.MEAN:
-            if may_wrap(variable):
-                whole = self.sum([new.astype(jnp.float32)])[0]
-                self._fail_beyond(variable, whole, jnp.iinfo(new.dtype).max)
             return self.sum([new])[0]
         if variable.dtype.kind in "iu":
             return self._whole_mean(new)
@@ -318,15 +308,25 @@ class StepTrace:
             used += len(each.numbers)
         return [rows[i] for i in which]
 
-    def _fail_if_wrapped(self, variable: Variable, old: Traced, new: Traced) -> None:
-        """Fail the step if a number has changed by half of what 32 bits hold: it has wrapped."""
-        if may_wrap(variable):
-            change = new.astype(jnp.float32) - old.astype(jnp.float32)
-            self._fail_beyond(variable, change, 2**31)
+    def _fail_if_wrapped(self, variable: Variable, verb: str, old: Traced, array: Traced) -> None:
+        """Fail the step if what an assignment gives does not fit; exact, in halves of 16 bits."""
+        parts = list(halves_of(array))
+        if variable.is_mirrored and not self.strategy.has_plain_values:
+            if variable.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+                parts = self.first(parts)
+            elif variable.aggregation is VariableAggregation.SUM:
+                parts = self.sum(parts)
+            elif variable.aggregation is VariableAggregation.MEAN:
+                parts = list(halves_of(self._whole_mean(array)))
+        if verb != "assign":
+            sign = 1 if verb == "assign_add" else -1
+            parts = [own + sign * part for own, part in zip(halves_of(old), parts, strict=True)]
+        high, limits = parts[0] + (parts[1] >> 16), jnp.iinfo(old.dtype)
+        self._fail_if(variable, ((high < limits.min >> 16) | (high > limits.max >> 16)).any())
 
-    def _fail_beyond(self, variable: Variable, size: Traced, limit: int) -> None:
-        is_beyond = jnp.any(jnp.abs(size) >= np.float32(limit - ROUNDED)).astype(jnp.int32)
-        if self.num_replicas > 1 and not variable.is_mirrored:
+    def _fail_if(self, variable: Variable, is_wrapped: Traced) -> None:
+        is_beyond = is_wrapped.astype(jnp.int32)
+        if self.num_replicas > 1:
             is_beyond = lax.pmax(is_beyond, AXIS)
         at = next(i for i, each in enumerate(self.values) if each is variable)
         self.fail(is_beyond * (WRAPPED * MAX_VARIABLES + at))

@@ -380,6 +380,12 @@ def _wide(weight: Any) -> Traced:
     return found.astype(wide if wide.itemsize == 8 else jnp.float32)
 
 
+def halves_of(array: Traced) -> tuple[Traced, Traced]:
+    """Return what integers of up to 32 bits are multiples of 2**16 of, and the rest."""
+    wide = array if array.dtype.itemsize == 4 else array.astype(jnp.int32)
+    return (wide >> 16).astype(jnp.int32), (wide & 0xFFFF).astype(jnp.int32)
+
+
 def _sum_of_equal(weight: Any, count: int) -> np.number[Any]:
     """Sum a weight that is a plain number, the same on all replicas, in their order."""
     if isinstance(weight, Integral):
