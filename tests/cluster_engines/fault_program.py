@@ -426,6 +426,7 @@ def serve() -> None:
 
 def main(folder: str, *names: str) -> None:
     """Run programs; a single one ends the process as it would end a user's, by what left it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have turned it off
     ar.set_logical_devices("cpu", 2)
     rank = ar.cluster.resolve().rank
     assert rank is not None
