@@ -157,7 +157,7 @@ class DaskClosureEngine(ClosureEngine):
         data = pickle.dumps((factory, tuple(args)), protocol=5)
         while True:
             try:
-                infos = await self._infos()  # with a worker that has just died, perhaps
+                infos = await self._look()  # with a worker that has just died, perhaps
             except OSError as error:
                 raise WorkerLostError(str(error), ranks=(server,)) from error
             places = _places_of_servers(infos, server, apart_from)
@@ -383,12 +383,12 @@ class DaskClosureEngine(ClosureEngine):
                 return
 
     async def _look(self) -> list[tuple[str, object]]:
-        """Ask the scheduler for its workers; tell of those that are new."""
+        """Ask the scheduler for its workers, but for those that have gone; tell of new ones."""
         look = self._known.begin_look()
         infos: list[tuple[str, object]] | None = None
         try:
             infos = await self._infos()
-            return infos
+            return [each for each in infos if each[0] not in look.gone]
         finally:
             self._known.end_look(look, infos)
 

@@ -104,22 +104,30 @@ async def test_one_shard_is_lost() -> None:
         assert await remote.fetch() == 8.0
 
 
+@pytest.mark.parametrize("is_told", [False, True], ids=["told-later", "told"])
 async def test_a_server_is_made_elsewhere_if_its_process_dies_meanwhile(
-    monkeypatch: pytest.MonkeyPatch,
+    is_told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with coordinating(num_ps=2) as (strategy, _):
         with strategy.scope():
             variable = ar.Variable(np.zeros(2), name="table")
         await variable.read()
         pids, engine = await pids_of(strategy, "PS"), strategy.engine
-        listed = engine._infos
+        listed, has_gone, told = engine._infos, engine._known.has_gone, asyncio.Event()
+
+        def learn(worker: str) -> None:
+            has_gone(worker)
+            told.set()
 
         async def die_when_listed() -> Any:
             found = await listed()
             if pids:
                 await kill(pids.pop(0))
+                if is_told:
+                    await told.wait()
             return found
 
+        monkeypatch.setattr(engine._known, "has_gone", learn)
         monkeypatch.setattr(engine, "_infos", die_when_listed)
         pids[1:] = []
         state = await engine.create_state("owner", list, (), 0)
