@@ -17,9 +17,9 @@ from ._local import LocalCommunicator as LocalCommunicator
 from ._local_closures import LocalClosureEngine as LocalClosureEngine
 from ._mpi import MpiCommunicator as MpiCommunicator
 from ._resolver import ClusterResolver as ClusterResolver
+from ._run import WorkersRun as WorkersRun
 from ._torch import TorchCommunicator as TorchCommunicator
 from ._workers import Workers as Workers
-from ._workers import WorkersRun as WorkersRun
 
 __all__ = [
     "ClosureEngine",

@@ -1,4 +1,4 @@
-"""An exchange across workers: the frames of all, then what follows from them; and its turn.
+"""An exchange across workers: the frames of all, then what follows from them.
 
 An exchange is a future that goes from stage to stage in callbacks, because a small reduction in a
 training step would cost less than the tasks that wait for it. Tasks are made only where there is
@@ -12,8 +12,7 @@ differs between workers, and what is decided does not: it follows from the frame
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from contextvars import copy_context
 from functools import partial
 from itertools import islice
@@ -24,7 +23,6 @@ from ..collectives import (
     SLOT_BYTES,
     Carry,
     Summands,
-    gather_bytes,
     join_run,
     no_data,
     runs_of,
@@ -32,7 +30,6 @@ from ..collectives import (
 )
 from ..devices import OwnedTask, is_interrupted, wait_shielded
 from ..devices.backends import reduce_arrays
-from ..errors import WorkerLostError
 from ..tree import Array
 from ..typing import ReduceOp
 from ._communicator import AGREE, NOTHING, Call, Communicator
@@ -46,14 +43,12 @@ from ._frame import (
     FrameKind,
     arrays_behind,
     decide,
-    digest_of,
     slots_if_one_collective,
     slots_in_common,
 )
-from ._rows import WorkerRows, workers_mismatch_error
 
 if TYPE_CHECKING:
-    from ._workers import WorkersRun
+    from ._run import WorkersRun
 
 T = TypeVar("T")
 
@@ -343,25 +338,14 @@ class Exchange(asyncio.Future[T]):
         decision: Closed | Failed | Differs,
     ) -> None:
         """End the run: the workers are not in the same collective."""
-        run, workers = self._run, self._run.workers
-        rows: list[WorkerRows] = []
-        if isinstance(decision, Differs):
-            try:
-                here = run.where(self.frame, *self._told())
-                told = await gather_bytes(communicator, here.encode())
-                rows = list(map(WorkerRows.decode, told))
-            except BaseException as error:
-                self._break(error)
-                raise
-        workers.runs_until(max(each.run for each in frames))
-        if isinstance(decision, Closed):
-            run.end(workers.closed_error(decision))
-        elif isinstance(decision, Failed):
-            run.end(failed_error(decision))
-        else:
-            run.end(workers_mismatch_error(rows, run.step))
-        assert run.ended_by is not None  # since just now
-        self._fail(run.ended_by)
+        try:
+            ended_by = await self._run.end(
+                communicator, frames, decision, partial(self._run.where, self.frame, *self._told())
+            )
+        except BaseException as error:
+            self._break(error)
+            raise
+        self._fail(ended_by)
 
     # ---- the end -------------------------------------------------------------------------
 
@@ -413,155 +397,5 @@ class Exchange(asyncio.Future[T]):
             tell()
 
 
-@final
-class OpenTurn:
-    """The turn of one collective.
-
-    Args:
-        run: Of the run.
-        what: Names the kind of collective.
-        signature: What has to be equal on all workers.
-        sequence: Number of the collective.
-        before: The turn before; None for the first.
-        describe: Names the collective in errors; None if `what` does.
-        outer: The turn of a merge function, in which this is an operation.
-
-    Attributes:
-        rank: The number of this worker, from 0.
-        num_workers: How many workers meet.
-        num_local_replicas: How many replicas each of them has.
-        has_ended: Whether the next turn may begin.
-        is_awaited: Whether its collective was called to be awaited, and not started.
-    """
-
-    __slots__ = (
-        "_before", "_describe", "_lent", "_next", "_outer", "_run", "_sequence", "_signature",
-        "_stage", "_what", "has_ended", "is_awaited", "num_local_replicas", "num_workers", "rank",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        run: WorkersRun,
-        what: str,
-        signature: str,
-        sequence: int,
-        before: OpenTurn | None = None,
-        describe: Callable[[], str] | None = None,
-        outer: OpenTurn | None = None,
-    ) -> None:
-        workers = run.workers
-        self.rank, self.num_workers = workers.rank, workers.num_workers
-        self.num_local_replicas = workers.num_local_replicas
-        self._run = run
-        self._what = what
-        self._signature = signature
-        self._sequence = sequence
-        self._stage = 0
-        self._before = before
-        self._describe = describe
-        self._outer = outer
-        self.has_ended = False
-        self.is_awaited = True
-        self._next: Callable[[], object] | None = None
-        self._lent: Exchange[Any] | None = None  # what replicas' own arrays were given to
-
-    def exchange(
-        self,
-        slot: bytes,
-        carry: Carry[T],
-        *,
-        what: str = "",
-        signature: str = "",
-        layout: str = "",
-        ahead: Summands | None = None,
-        is_last: bool = False,
-    ) -> Exchange[T]:
-        """Send a frame to all workers; if all agree, carry larger data."""
-        if self._outer is not None:
-            return self._outer.exchange(
-                slot, carry, what=what or self._what, signature=signature or self._signature,
-                layout=layout, ahead=ahead,
-            )  # fmt: skip
-        run = self._run
-        name = f"{what} in {self._what}" if what else self._what
-        signature = f"{signature} {self._signature}" if signature else self._signature
-        stage, self._stage = self._stage, self._stage + 1
-        digest = digest_of(name, signature, layout)
-        frame = Frame(
-            FrameKind.COLLECTIVE, run.number or 0, run.function, self._sequence, stage, digest, slot
-        )
-        exchange = Exchange(
-            run, frame, partial(self._told, what, signature, layout), carry, ahead or NOTHING_AHEAD,
-            can_fuse=is_last and ahead is not None and ahead.is_whole,
-            is_awaited=self.is_awaited,
-        )  # fmt: skip
-        if ahead is not None:
-            self._lent = exchange
-        before, self._before = self._before, None
-        if before is None or before.has_ended:
-            self._enter(exchange, is_last)
-        else:
-            enter = partial(self._enter, exchange, is_last)
-            before._next = partial(exchange.get_loop().call_soon, enter)
-        return exchange
-
-    def _told(self, what: str, signature: str, layout: str) -> tuple[str, str]:
-        name = self._what if self._describe is None else self._describe()
-        known = layout in signature  # nothing new for an error
-        return (
-            f"{what} in {name}" if what else name,
-            signature if known else f"{signature} sent as {layout}",
-        )
-
-    def _enter(self, exchange: Exchange[Any], is_last: bool) -> None:
-        exchange.enter()
-        if is_last:
-            self.end()
-
-    def inner(self, what: str, signature: str) -> OpenTurn:
-        """Return an operation in this turn, which is that of a merge function."""
-        return OpenTurn(self._run, what, signature, self._sequence, outer=self._outer or self)
-
-    @contextmanager
-    def merging(self) -> Iterator[None]:
-        """Let cross-replica methods of the strategy be exchanges of this turn meanwhile."""
-        workers = self._run.workers
-        workers.merging = self
-        try:
-            yield
-        finally:
-            workers.merging = None
-
-    def give_back(self) -> Exchange[Any] | None:
-        """Go on without the replicas' own arrays; return what is reading them."""
-        lent = self._lent
-        return None if lent is None or lent.give_back() else lent
-
-    def end(self) -> None:
-        """Let the next turn begin."""
-        if not self.has_ended:
-            self.has_ended = True
-            if self._run.tail is self:
-                self._run.tail = None
-            then, self._next = self._next, None
-            if then is not None:
-                then()
-
-    def __enter__(self) -> OpenTurn:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-
 def _nothing_told() -> tuple[str, str]:
     return "", ""
-
-
-def failed_error(failed: Failed) -> WorkerLostError:
-    """Return the error of a run that has failed on another worker."""
-    return WorkerLostError(
-        f"Worker {failed.rank} failed in run {failed.run} ({failed.function}): {failed.cause}. The "
-        "run was ended on all workers; see that worker's traceback.",
-        ranks=(failed.rank,),
-    )

@@ -20,24 +20,22 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, final
 
 from ..collectives import (
-    SLOT_BYTES,
     Turn,
     broadcast_arrays,
-    no_data,
     reduce_across,
     widen_halves,
 )
 from ..context import AWAITED_BY, PLACE
 from ..devices import OwnedTask, is_ctrl_c
-from ..errors import ContextError, LoopMismatchError, ReplicaRow, WorkerLostError
-from ..replica import STARTED_ALL_REDUCE, Generation, Pending
+from ..errors import ContextError, LoopMismatchError, WorkerLostError
 from ..typing import ReduceOp, VariableAggregation
 from ..values import IndexedSlices, aggregate
 from ._communicator import Communicator
 from ._engine import SMALL_BYTES
-from ._exchange import Exchange, OpenTurn
-from ._frame import Closed, Frame, FrameKind, cut_text, digest_of
-from ._rows import WorkerRows, cause_of, cause_of_interrupt, workers_closed_error
+from ._exchange import Exchange
+from ._frame import Closed, Frame, FrameKind, digest_of
+from ._rows import cause_of_interrupt, workers_closed_error
+from ._run import OpenTurn, WorkersRun
 from ._transport import LOGGER
 
 CLOSING_S = 30.0
@@ -278,23 +276,7 @@ class Workers:
         communicator = self._communicator
         if not self._has_greeted:
             self._has_greeted = True
-            slot = self.num_local_replicas.to_bytes(4, "little")
-            group = digest_of(communicator._name)  # whose messages these are
-            hello = Frame(FrameKind.COLLECTIVE, -1, digest=group, slot=slot)
-            communicator._what = f"the first meeting of {self._label}"
-            rows = await communicator.all_gather(hello.encode())
-            frames = list(map(Frame.decode, rows))
-            if any(frame.digest != group for frame in frames):
-                raise ContextError(
-                    f"{self._label} of worker {self.rank} has met a strategy of another group of "
-                    "workers. Split the communicator in the same order on all workers."
-                )
-            counts = [int.from_bytes(frame.slot, "little") for frame in frames]
-            if len(set(counts)) > 1:
-                raise ValueError(
-                    f"The workers have {counts} replicas, in rank order, but all must have as "
-                    "many. Give each worker the same number of devices."
-                )
+            await _greet(communicator, self._label, self.rank, self.num_local_replicas)
         return communicator
 
     # ---- going on with fewer --------------------------------------------------------------
@@ -385,146 +367,25 @@ class Workers:
             self.break_off(cause_of_interrupt())
 
 
-@final
-class WorkersRun:
-    """One run as it meets the same run of the other workers.
-
-    Args:
-        workers: Whose run it is.
-        function: Name of the step function.
-        step: Number of the step, for errors.
-
-    Attributes:
-        workers: The same.
-        function: The same.
-        step: The same.
-        number: Of the run, equal on all workers; None before the first operation.
-        is_over: Whether it has ended, or was ended by another worker.
-        ended_by: What another worker has ended it with, or None.
-        local_rows: Describe the replicas of this worker, for errors.
-        tail: The newest turn, if it has not ended.
-    """
-
-    __slots__ = (
-        "ended_by", "function", "is_over", "local_rows", "number", "step", "tail", "workers",
-    )  # fmt: skip
-
-    def __init__(self, workers: Workers, function: str, step: int | None) -> None:
-        self.workers = workers
-        self.function = function
-        self.step = step
-        self.number: int | None = None
-        self.is_over = False
-        self.ended_by: Exception | None = None
-        self.local_rows: Callable[[], Sequence[ReplicaRow]] | None = None
-        self.tail: OpenTurn | None = None
-
-    @property
-    def first_replica(self) -> int:
-        """The id of this worker's first replica among those of all."""
-        return self.workers.first_replica
-
-    @property
-    def num_replicas(self) -> int:
-        """Number of replicas of all workers."""
-        return self.workers.num_replicas
-
-    def raise_if_over(self) -> None:
-        """Raise what the run was ended with, if it is over.
-
-        Raises:
-            CancelledError: If it was this worker that ended it.
-            Exception: What another worker has ended it with.
-        """
-        if self.ended_by is not None:
-            raise self.ended_by
-        if self.is_over:
-            raise asyncio.CancelledError
-
-    def begin(self, step: int, local_rows: Callable[[], Sequence[ReplicaRow]]) -> None:
-        """Learn of the replicas that have been made for it.
-
-        Args:
-            step: Number of the step.
-            local_rows: Describes the replicas.
-        """
-        self.step = step
-        self.local_rows = local_rows
-
-    def merge(self, generation: Generation) -> Pending:
-        """Take a turn for a generation that is complete here; return what to await."""
-        call = generation.calls[0]
-        collective = call.collective
-        signature = collective.signature(call)
-        turn = self.turn(collective.name, signature, call.sequence, call.describe)
-        turn.is_awaited = collective is not STARTED_ALL_REDUCE
-        try:
-            merging = collective.across(generation.group, generation.calls, turn)
-        except BaseException:
-            turn.end()
-            raise
-        pending = merging if type(merging) is Pending else Pending(merging, _as_they_are)
-        pending.turn = turn
-        if type(pending.awaitable) is Exchange:
-            pending.tell = pending.awaitable.tell
-        return pending
-
-    def absent_workers(self) -> tuple[int, ...] | None:
-        """Return the workers that have not come to where this one waits; None if not known."""
-        communicator = self.workers.connected
-        return None if communicator is None else communicator._absent()
-
-    def turn(
-        self,
-        what: str,
-        signature: str,
-        sequence: int,
-        describe: Callable[[], str] | None = None,
-    ) -> OpenTurn:
-        """Take the turn after those that were taken before."""
-        turn = OpenTurn(self, what, signature, sequence, self.tail, describe)
-        self.tail = turn
-        return turn
-
-    def fail(self, error: BaseException) -> None:
-        """Tell the other workers that the run has failed here, unless they know."""
-        if self.is_over:
-            return
-        self.is_over = True
-        cause = cut_text(cause_of(error), SLOT_BYTES)
-        frame = Frame(FrameKind.FAILED, 0, self.function, slot=cause)
-        if not self.workers.is_broken:
-            Exchange(self, frame, _told("the failure"), no_data).enter()
-
-    def leave(self, error: BaseException | None) -> Exchange[list[bytes]]:
-        """Tell the other workers that this one is closed, and why: the last operation there is."""
-        cause = b"" if error is None else cut_text(cause_of(error), SLOT_BYTES)
-        frame = Frame(FrameKind.CLOSED, 0, slot=cause)
-        goodbye = Exchange(self, frame, _told("the end"), no_data)
-        goodbye.enter()
-        return goodbye
-
-    def numbered(self, frame: Frame) -> Frame:
-        """Return a frame of this run with its number, which the first operation gives it."""
-        if self.number is None:
-            self.number = self.workers.new_run_number()
-        return frame if frame.run == self.number else frame._replace(run=self.number)
-
-    def end(self, error: Exception) -> None:
-        """End the run with what another worker has made of it."""
-        self.is_over = True
-        self.ended_by = error
-
-    def where(self, frame: Frame, what: str, signature: str) -> WorkerRows:
-        """Describe where this worker is."""
-        first = self.first_replica
-        rows: Sequence[ReplicaRow] = () if self.local_rows is None else self.local_rows()
-        if not rows:
-            rows = [
-                ReplicaRow(first + i, "-", "outside", what, "-")
-                for i in range(self.workers.num_local_replicas)
-            ]
-        return WorkerRows(frame.run, self.function, what, signature, tuple(rows))
+async def _greet(communicator: Communicator, label: str, rank: int, num_replicas: int) -> None:
+    """Meet the other workers for the first time; see `Workers.connect`."""
+    slot = num_replicas.to_bytes(4, "little")
+    group = digest_of(communicator._name)  # whose messages these are
+    hello = Frame(FrameKind.COLLECTIVE, -1, digest=group, slot=slot)
+    communicator._what = f"the first meeting of {label}"
+    rows = await communicator.all_gather(hello.encode())
+    frames = list(map(Frame.decode, rows))
+    if any(frame.digest != group for frame in frames):
+        raise ContextError(
+            f"{label} of worker {rank} has met a strategy of another group of workers. Split the "
+            "communicator in the same order on all workers."
+        )
+    counts = [int.from_bytes(frame.slot, "little") for frame in frames]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"The workers have {counts} replicas, in rank order, but all must have as many. Give "
+            "each worker the same number of devices."
+        )
 
 
 def _require_not_awaited(run: WorkersRun | None, what: str) -> None:
@@ -540,11 +401,3 @@ def _require_not_awaited(run: WorkersRun | None, what: str) -> None:
             "that loop, and the loop for it. Pass aiter(batches) itself to run_steps, and change "
             "batches in the dataset or in the step; read metrics and variables between loops."
         )
-
-
-def _told(what: str) -> Callable[[], tuple[str, str]]:
-    return lambda: (what, "")
-
-
-def _as_they_are(parts: object) -> Any:
-    return parts

@@ -25,13 +25,13 @@ from ._meeting import CallSite as CallSite
 from ._meeting import Collective as Collective
 from ._meeting import Generation as Generation
 from ._meeting import Parts as Parts
-from ._meeting import Pending as Pending
 from ._meeting import SyncGroup as SyncGroup
 from ._meeting import collective_named as collective_named
 from ._meeting_point import MeetingPoint as MeetingPoint
 from ._merge_call import Once as Once
 from ._merge_call import update_variable as update_variable
 from ._messages import SEND_BOUND as SEND_BOUND
+from ._pending import Pending as Pending
 from ._process_context import ProcessContext as ProcessContext
 from ._reductions import STARTED_ALL_REDUCE as STARTED_ALL_REDUCE
 from ._reductions import Reduction as Reduction

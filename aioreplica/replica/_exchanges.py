@@ -25,7 +25,8 @@ from ..collectives import (
 from ..devices import INLINE_BYTES, run_together
 from ..devices.backends import join_arrays
 from ..tree import unflatten
-from ._meeting import Call, Collective, Parts, Pending, SyncGroup
+from ._meeting import Call, Collective, Parts, SyncGroup
+from ._pending import Pending
 from ._reductions import payload_bytes, payload_difference
 from ._signature import joined_text, payload_signature
 

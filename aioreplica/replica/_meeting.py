@@ -11,11 +11,9 @@ functions, without the frame of an `__init__`.
 from __future__ import annotations
 
 import asyncio
-import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context
-from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, Protocol, TypeAlias, final
@@ -24,21 +22,12 @@ from ..collectives import CommunicationOptions, Reducer, Turn
 from ..context import DEFAULT_PLACE, REGISTRY, CurrentStrategy, Place
 from ..errors import ContextError
 from ..telemetry import MergeEntry, source_line
+from ._pending import Pending
 
 Parts: TypeAlias = Sequence[Any]
 """One result per replica, in replica order. Any: results of collectives have every type."""
 
 _new = object.__new__
-
-
-class Reading(Protocol):
-    """Something that reads arrays of replicas and comes to its end by itself."""
-
-    def when_over(self, fn: Callable[[], object], /) -> None:
-        """Call something at its end."""
-
-    async def over(self) -> bool:
-        """Wait for its end, through every cancellation."""
 
 
 class WaitedFor(Protocol):
@@ -73,16 +62,6 @@ class WaitedFor(Protocol):
         """Return the call of a replica that waits."""
 
 
-class MergeTurn(Protocol):
-    """The turn of a merge among those of its run that meet other workers."""
-
-    def end(self) -> None:
-        """Let the next turn begin."""
-
-    def give_back(self) -> Reading | None:
-        """Go on without the replicas' own arrays; return what is reading them."""
-
-
 @final
 class CallSite(NamedTuple):
     """Line of a call, in place of its frame, which would keep variables alive."""
@@ -94,45 +73,6 @@ class CallSite(NamedTuple):
     def of(frame: FrameType) -> CallSite:
         """Remember where a frame is now."""
         return CallSite(frame.f_code, frame.f_lasti)
-
-
-@final
-@dataclass(slots=True)
-class Pending:
-    """A merge that takes longer.
-
-    Attributes:
-        awaitable: What to await.
-        to_parts: Makes parts of its result.
-        turn: In which it meets other workers; None if there are none.
-        task: Waits for it, or is it; None before that.
-        tell: Where `awaitable` is a future: has a function called when it is done, in the same
-            cycle of the event loop; None if it has not got that.
-    """
-
-    awaitable: Awaitable[Any]
-    to_parts: Callable[[Any], Parts]
-    turn: MergeTurn | None = None
-    task: asyncio.Future[Any] | None = None
-    tell: Callable[[Callable[[], object]], None] | None = None
-
-    def end(self) -> None:
-        """Let those go on who wait for their turn."""
-        if self.turn is not None:
-            self.turn.end()
-
-    def reading(self) -> Reading | None:
-        """Return what still reads the replicas' own arrays; from now on nothing else will."""
-        return None if self.turn is None else self.turn.give_back()
-
-    def discard(self) -> None:
-        """Close what will never be awaited."""
-        if inspect.iscoroutine(self.awaitable):
-            self.awaitable.close()
-        elif isinstance(self.awaitable, asyncio.Future):
-            self.awaitable.cancel()
-        if isinstance(self.task, asyncio.Task) and inspect.iscoroutine(self.task.get_coro()):
-            self.task.get_coro().close()
 
 
 class AcrossWorkers(Protocol):

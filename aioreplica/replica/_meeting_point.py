@@ -2,8 +2,8 @@
 
 Tasks share one future per generation (`TaskWaiter`, the hot path), threads park at a gate each
 (`_device_waiters.py`). The call that completes a generation merges it at once. Only a merge that
-awaits has a task of its own. Cancelling one waiting task cancels the future that all share; as the
-others can then never meet it, that ends the run in any case (`MeetingPoint.withdrew`).
+awaits has a task of its own (`_pending.py`). Cancelling one waiting task cancels the future that
+all share; as the others can then never meet it, that ends the run (`MeetingPoint.withdrew`).
 
 Invariants:
     * Where threads meet, the rendezvous is touched under `lock` only, by threads and by the event
@@ -16,10 +16,9 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from asyncio import current_task
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import nullcontext
 from contextvars import copy_context
-from functools import partial
 from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any, final
 from weakref import proxy
@@ -30,7 +29,6 @@ from ..devices import (
     Gate,
     Op,
     OpTracker,
-    is_interrupted,
     name_of_served_lane,
     require_loop,
     synchronise_lane,
@@ -38,9 +36,10 @@ from ..devices import (
 from ..errors import ReplicaRow
 from ..telemetry import Observers
 from ._errors import held_by_op_error, misuse_error, two_at_once_error
-from ._failure import add_note_once, error_of
-from ._meeting import AcrossWorkers, Call, Generation, Parts, Pending, Reading, SyncGroup, WaitedFor
+from ._failure import add_note_once
+from ._meeting import AcrossWorkers, Call, Generation, Parts, SyncGroup, WaitedFor
 from ._messages import Transfer
+from ._pending import Pending, once_over
 from ._reductions import STARTED_ALL_REDUCE
 from ._rendezvous import Mismatch, Rendezvous, ReplicaState
 from ._replica import Replica, who_withdrew
@@ -191,10 +190,10 @@ class MeetingPoint:
         if type(parts) is not Pending:
             self.release(generation, parts, None)
         elif self.lock is None:
-            self._start_merge(generation, parts)
+            parts.begin(self, generation)
         else:
             generation.pending, self.merging[generation] = parts, False
-            self.post(self._start_merge, generation, parts)
+            self.post(parts.begin, self, generation)
 
     def _merge_across(self, generation: Generation, across: AcrossWorkers) -> None:
         if self.is_aborted:
@@ -205,7 +204,7 @@ class MeetingPoint:
         except Exception as error:  # noqa: BLE001 - every member raises it
             self.release(generation, (), error)
         else:
-            self._start_merge(generation, pending)
+            pending.begin(self, generation)
 
     def release(self, generation: Generation, parts: Parts, error: BaseException | None) -> None:
         """Hand every member its part, or the error; wake those who wait."""
@@ -249,50 +248,8 @@ class MeetingPoint:
         if first.collective is STARTED_ALL_REDUCE:
             self.unseen[generation] = error
 
-    def _start_merge(self, generation: Generation, pending: Pending) -> None:
-        """Wait for the rest of a merge, as replica 0: by a callback of a future, else in a task."""
-        if self.is_aborted:
-            pending.discard()
-            pending.end()
-            self.merging.pop(generation, None)
-            self.wake_threads()
-            with suppress(ReferenceError):  # the run was given up in an interrupt
-                self.run.merge_ended()
-            return
-        context = generation.calls[0].context
-        context.run(PLACE.set, generation.group.merge_place)
-        task = pending.awaitable
-        self.merging[generation] = isinstance(task, asyncio.Future)
-        if not isinstance(task, asyncio.Future):
-            task = asyncio.Task(self._wait_for(generation, task), loop=self.loop, context=context)
-        pending.task, generation.pending = task, pending
-        ended = partial(self._merge_ended, generation, pending)
-        if pending.tell is None:
-            task.add_done_callback(ended, context=context)
-        else:
-            pending.tell(partial(context.run, ended, task))
-
-    async def _wait_for(self, generation: Generation, awaitable: Awaitable[object]) -> object:
-        if self.is_aborted:  # a merge of an aborted run does not begin
-            raise asyncio.CancelledError
-        self.merging[generation] = True
-        return await awaitable
-
-    def _merge_ended(
-        self, generation: Generation, pending: Pending, task: asyncio.Future[object]
-    ) -> None:
-        if not self.merging.pop(generation):
-            pending.discard()
-        pending.end()
-        error = error_of(task)
-        if not (self.is_aborted or generation.is_given_up()):  # the tasks that wait say who did
-            parts: Parts = ()
-            if error is None:
-                try:
-                    parts = pending.to_parts(task.result())
-                except Exception as wrong:  # noqa: BLE001 - every member raises it
-                    error = wrong
-            self.release(generation, parts, error)
+    def merge_ended(self) -> None:
+        """Tell the run that a merge that took longer has ended."""
         try:  # `suppress` is slower
             self.run.merge_ended()
         except ReferenceError:
@@ -348,8 +305,8 @@ class MeetingPoint:
                 own = pending.reading()
             reading = own or reading
             if self.lock is None:
-                _once_over(own, generation.give_up)
-        _once_over(reading, self.wake_threads)
+                once_over(own, generation.give_up)
+        once_over(reading, self.wake_threads)
         for cancel in list(self.host_calls):
             cancel()
 
@@ -395,13 +352,6 @@ class MeetingPoint:
         with self.lock or NO_LOCK:
             self.rendezvous.forget()
         self.unseen.clear()
-
-
-def _once_over(reading: Reading | None, fn: Callable[[], None]) -> None:
-    if reading is None or is_interrupted():
-        fn()
-    else:
-        reading.when_over(fn)
 
 
 class Waiter(ABC):

@@ -24,7 +24,8 @@ from ..values import (
     split_per_replica,
     update_components,
 )
-from ._meeting import Call, Collective, Parts, Pending, SyncGroup, collective_named
+from ._meeting import Call, Collective, Parts, SyncGroup, collective_named
+from ._pending import Pending
 from ._signature import arguments_text, function_text
 
 

@@ -33,7 +33,8 @@ from ..context import PLACE, Place
 from ..tree import LEAF_SPEC, TreeSpec, flatten, flatten_arrays, paths, unflatten
 from ..typing import ReduceOp
 from ..values import flatten_summands, read_at
-from ._meeting import Call, Collective, Parts, Pending, SyncGroup
+from ._meeting import Call, Collective, Parts, SyncGroup
+from ._pending import Pending
 from ._signature import payload_signature, summand_text
 
 Payload: TypeAlias = tuple[list[Any], TreeSpec, Any]

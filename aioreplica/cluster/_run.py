@@ -1,0 +1,348 @@
+"""A run as it meets the same run of the other workers, and the turns of its collectives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, final
+
+from ..collectives import SLOT_BYTES, Carry, Summands, gather_bytes, no_data
+from ..errors import ReplicaRow, WorkerLostError
+from ..replica import STARTED_ALL_REDUCE, Generation, Pending
+from ._communicator import Communicator
+from ._exchange import NOTHING_AHEAD, Exchange
+from ._frame import Closed, Differs, Failed, Frame, FrameKind, cut_text, digest_of
+from ._rows import WorkerRows, cause_of, workers_mismatch_error
+
+if TYPE_CHECKING:
+    from ._workers import Workers
+
+T = TypeVar("T")
+
+
+@final
+class WorkersRun:
+    """One run as it meets the same run of the other workers.
+
+    Args:
+        workers: Whose run it is.
+        function: Name of the step function.
+        step: Number of the step, for errors.
+
+    Attributes:
+        workers: The same.
+        function: The same.
+        step: The same.
+        number: Of the run, equal on all workers; None before the first operation.
+        is_over: Whether it has ended, or was ended by another worker.
+        ended_by: What another worker has ended it with, or None.
+        local_rows: Describe the replicas of this worker, for errors.
+        tail: The newest turn, if it has not ended.
+    """
+
+    __slots__ = (
+        "ended_by", "function", "is_over", "local_rows", "number", "step", "tail", "workers",
+    )  # fmt: skip
+
+    def __init__(self, workers: Workers, function: str, step: int | None) -> None:
+        self.workers = workers
+        self.function = function
+        self.step = step
+        self.number: int | None = None
+        self.is_over = False
+        self.ended_by: Exception | None = None
+        self.local_rows: Callable[[], Sequence[ReplicaRow]] | None = None
+        self.tail: OpenTurn | None = None
+
+    @property
+    def first_replica(self) -> int:
+        """The id of this worker's first replica among those of all."""
+        return self.workers.first_replica
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas of all workers."""
+        return self.workers.num_replicas
+
+    def raise_if_over(self) -> None:
+        """Raise what the run was ended with, if it is over.
+
+        Raises:
+            CancelledError: If it was this worker that ended it.
+            Exception: What another worker has ended it with.
+        """
+        if self.ended_by is not None:
+            raise self.ended_by
+        if self.is_over:
+            raise asyncio.CancelledError
+
+    def begin(self, step: int, local_rows: Callable[[], Sequence[ReplicaRow]]) -> None:
+        """Learn of the replicas that have been made for it.
+
+        Args:
+            step: Number of the step.
+            local_rows: Describes the replicas.
+        """
+        self.step = step
+        self.local_rows = local_rows
+
+    def merge(self, generation: Generation) -> Pending:
+        """Take a turn for a generation that is complete here; return what to await."""
+        call = generation.calls[0]
+        collective = call.collective
+        signature = collective.signature(call)
+        turn = self.turn(collective.name, signature, call.sequence, call.describe)
+        turn.is_awaited = collective is not STARTED_ALL_REDUCE
+        try:
+            merging = collective.across(generation.group, generation.calls, turn)
+        except BaseException:
+            turn.end()
+            raise
+        pending = merging if type(merging) is Pending else Pending(merging, _as_they_are)
+        pending.turn = turn
+        if type(pending.awaitable) is Exchange:
+            pending.tell = pending.awaitable.tell
+        return pending
+
+    def absent_workers(self) -> tuple[int, ...] | None:
+        """Return the workers that have not come to where this one waits; None if not known."""
+        communicator = self.workers.connected
+        return None if communicator is None else communicator._absent()
+
+    def turn(
+        self,
+        what: str,
+        signature: str,
+        sequence: int,
+        describe: Callable[[], str] | None = None,
+    ) -> OpenTurn:
+        """Take the turn after those that were taken before."""
+        turn = OpenTurn(self, what, signature, sequence, self.tail, describe)
+        self.tail = turn
+        return turn
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other workers that the run has failed here, unless they know."""
+        if self.is_over:
+            return
+        self.is_over = True
+        cause = cut_text(cause_of(error), SLOT_BYTES)
+        frame = Frame(FrameKind.FAILED, 0, self.function, slot=cause)
+        if not self.workers.is_broken:
+            Exchange(self, frame, _told("the failure"), no_data).enter()
+
+    def leave(self, error: BaseException | None) -> Exchange[list[bytes]]:
+        """Tell the other workers that this one is closed, and why: the last operation there is."""
+        cause = b"" if error is None else cut_text(cause_of(error), SLOT_BYTES)
+        frame = Frame(FrameKind.CLOSED, 0, slot=cause)
+        goodbye = Exchange(self, frame, _told("the end"), no_data)
+        goodbye.enter()
+        return goodbye
+
+    def numbered(self, frame: Frame) -> Frame:
+        """Return a frame of this run with its number, which the first operation gives it."""
+        if self.number is None:
+            self.number = self.workers.new_run_number()
+        return frame if frame.run == self.number else frame._replace(run=self.number)
+
+    async def end(
+        self,
+        communicator: Communicator,
+        frames: Sequence[Frame],
+        decision: Closed | Failed | Differs,
+        where: Callable[[], WorkerRows],
+    ) -> Exception:
+        """End the run, as the workers are not in the same collective; return what ends it.
+
+        Args:
+            communicator: Over which rows are exchanged where they differ.
+            frames: Of all workers.
+            decision: What follows from them.
+            where: Describes where this worker is.
+        """
+        workers = self.workers
+        rows: list[WorkerRows] = []
+        if isinstance(decision, Differs):
+            told = await gather_bytes(communicator, where().encode())
+            rows = list(map(WorkerRows.decode, told))
+        workers.runs_until(max(each.run for each in frames))
+        if isinstance(decision, Closed):
+            ended_by = workers.closed_error(decision)
+        elif isinstance(decision, Failed):
+            ended_by = _failed_error(decision)
+        else:
+            ended_by = workers_mismatch_error(rows, self.step)
+        self.is_over = True
+        self.ended_by = ended_by
+        return ended_by
+
+    def where(self, frame: Frame, what: str, signature: str) -> WorkerRows:
+        """Describe where this worker is."""
+        first = self.first_replica
+        rows: Sequence[ReplicaRow] = () if self.local_rows is None else self.local_rows()
+        if not rows:
+            rows = [
+                ReplicaRow(first + i, "-", "outside", what, "-")
+                for i in range(self.workers.num_local_replicas)
+            ]
+        return WorkerRows(frame.run, self.function, what, signature, tuple(rows))
+
+
+@final
+class OpenTurn:
+    """The turn of one collective.
+
+    Args:
+        run: Of the run.
+        what: Names the kind of collective.
+        signature: What has to be equal on all workers.
+        sequence: Number of the collective.
+        before: The turn before; None for the first.
+        describe: Names the collective in errors; None if `what` does.
+        outer: The turn of a merge function, in which this is an operation.
+
+    Attributes:
+        rank: The number of this worker, from 0.
+        num_workers: How many workers meet.
+        num_local_replicas: How many replicas each of them has.
+        has_ended: Whether the next turn may begin.
+        is_awaited: Whether its collective was called to be awaited, and not started.
+    """
+
+    __slots__ = (
+        "_before", "_describe", "_lent", "_next", "_outer", "_run", "_sequence", "_signature",
+        "_stage", "_what", "has_ended", "is_awaited", "num_local_replicas", "num_workers", "rank",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        run: WorkersRun,
+        what: str,
+        signature: str,
+        sequence: int,
+        before: OpenTurn | None = None,
+        describe: Callable[[], str] | None = None,
+        outer: OpenTurn | None = None,
+    ) -> None:
+        workers = run.workers
+        self.rank, self.num_workers = workers.rank, workers.num_workers
+        self.num_local_replicas = workers.num_local_replicas
+        self._run = run
+        self._what = what
+        self._signature = signature
+        self._sequence = sequence
+        self._stage = 0
+        self._before = before
+        self._describe = describe
+        self._outer = outer
+        self.has_ended = False
+        self.is_awaited = True
+        self._next: Callable[[], object] | None = None
+        self._lent: Exchange[Any] | None = None  # what replicas' own arrays were given to
+
+    def exchange(
+        self,
+        slot: bytes,
+        carry: Carry[T],
+        *,
+        what: str = "",
+        signature: str = "",
+        layout: str = "",
+        ahead: Summands | None = None,
+        is_last: bool = False,
+    ) -> Exchange[T]:
+        """Send a frame to all workers; if all agree, carry larger data."""
+        if self._outer is not None:
+            return self._outer.exchange(
+                slot, carry, what=what or self._what, signature=signature or self._signature,
+                layout=layout, ahead=ahead,
+            )  # fmt: skip
+        run = self._run
+        name = f"{what} in {self._what}" if what else self._what
+        signature = f"{signature} {self._signature}" if signature else self._signature
+        stage, self._stage = self._stage, self._stage + 1
+        digest = digest_of(name, signature, layout)
+        frame = Frame(
+            FrameKind.COLLECTIVE, run.number or 0, run.function, self._sequence, stage, digest, slot
+        )
+        exchange = Exchange(
+            run, frame, partial(self._told, what, signature, layout), carry, ahead or NOTHING_AHEAD,
+            can_fuse=is_last and ahead is not None and ahead.is_whole,
+            is_awaited=self.is_awaited,
+        )  # fmt: skip
+        if ahead is not None:
+            self._lent = exchange
+        before, self._before = self._before, None
+        if before is None or before.has_ended:
+            self._enter(exchange, is_last)
+        else:
+            enter = partial(self._enter, exchange, is_last)
+            before._next = partial(exchange.get_loop().call_soon, enter)
+        return exchange
+
+    def _told(self, what: str, signature: str, layout: str) -> tuple[str, str]:
+        name = self._what if self._describe is None else self._describe()
+        known = layout in signature  # nothing new for an error
+        return (
+            f"{what} in {name}" if what else name,
+            signature if known else f"{signature} sent as {layout}",
+        )
+
+    def _enter(self, exchange: Exchange[Any], is_last: bool) -> None:
+        exchange.enter()
+        if is_last:
+            self.end()
+
+    def inner(self, what: str, signature: str) -> OpenTurn:
+        """Return an operation in this turn, which is that of a merge function."""
+        return OpenTurn(self._run, what, signature, self._sequence, outer=self._outer or self)
+
+    @contextmanager
+    def merging(self) -> Iterator[None]:
+        """Let cross-replica methods of the strategy be exchanges of this turn meanwhile."""
+        workers = self._run.workers
+        workers.merging = self
+        try:
+            yield
+        finally:
+            workers.merging = None
+
+    def give_back(self) -> Exchange[Any] | None:
+        """Go on without the replicas' own arrays; return what is reading them."""
+        lent = self._lent
+        return None if lent is None or lent.give_back() else lent
+
+    def end(self) -> None:
+        """Let the next turn begin."""
+        if not self.has_ended:
+            self.has_ended = True
+            if self._run.tail is self:
+                self._run.tail = None
+            then, self._next = self._next, None
+            if then is not None:
+                then()
+
+    def __enter__(self) -> OpenTurn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+def _failed_error(failed: Failed) -> WorkerLostError:
+    """Return the error of a run that has failed on another worker."""
+    return WorkerLostError(
+        f"Worker {failed.rank} failed in run {failed.run} ({failed.function}): {failed.cause}. The "
+        "run was ended on all workers; see that worker's traceback.",
+        ranks=(failed.rank,),
+    )
+
+
+def _told(what: str) -> Callable[[], tuple[str, str]]:
+    return lambda: (what, "")
+
+
+def _as_they_are(parts: object) -> Any:
+    return parts
