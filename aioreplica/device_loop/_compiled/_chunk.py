@@ -9,7 +9,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from ._untraceable import require_32_bits
+from ._narrow import require_32_bits
 
 Array = npt.NDArray[Any]
 

@@ -24,10 +24,10 @@ from .._infeed import CHUNK_BYTES, Infeed
 from .._program import MultiStepContext
 from ._chunk import Chunk
 from ._devices import Gang, only_one
+from ._narrow import WIDEN
 from ._program import Report, StepProgram
 from ._programs import CompiledSteps
 from ._state import State
-from ._untraceable import WIDEN
 from ._update import MAX_VARIABLES, NO_WEIGHT, NOT_FINITE, WRAPPED
 
 MAX_CHUNK = 64

@@ -38,8 +38,10 @@ from ...optimizers import Optimizer
 from ...replica import random_stream
 from ...tree import Array, Tree, TreeSpec, flatten, unflatten
 from ...values import Variable, is_floating
+from ._contexts import AXIS, TracedLoop
+from ._narrow import Traced
 from ._prepared import Asked, Columns, Prepared, Which, asked_of, columns_for, prepared_for
-from ._trace import AXIS, StepTrace, Traced, TracedLoop
+from ._trace import StepTrace
 from ._untraceable import explained
 from ._update import keeps_infinities
 
@@ -210,7 +212,7 @@ class StepProgram:
 
         def record(inputs: list[Traced], outputs: list[list[Traced]], index: Traced) -> object:
             trace = self._trace(None, index, index)
-            loop = TracedLoop(trace, {
+            loop = TracedLoop(trace.replica, index, {
                 name: unflatten(spec, leaves)
                 for (name, (_, spec)), leaves in zip(flat.items(), outputs, strict=True)
             })  # fmt: skip
@@ -230,7 +232,7 @@ class StepProgram:
         self._looks = any(_is_bounded(v, sources) for v, sources in self.written.items())
         self.keys: list[Key] = list(trace.key_names)
         self.ops, self.sites = loop.ops, loop.sites
-        self.records = [name for name, _ in trace.records]
+        self.records = [name for name, _ in trace.replica.records]
         specs: dict[str, TreeSpec] = {}
         starts: dict[str, int] = {}
         arrays: list[jax.ShapeDtypeStruct] = []
@@ -269,7 +271,7 @@ class StepProgram:
         values = dict(zip(self.state, state, strict=True))
         trace = self._trace(values, index, first, keys=keys, table=found, looks=looks)
         begun = self.outputs.unflatten(outputs, self._initial)
-        loop = TracedLoop(trace, begun)
+        loop = TracedLoop(trace.replica, index, begun)
         self._run(trace, loop, element)
         new: list[Traced] = []
         for name in self.outputs.specs:
@@ -282,7 +284,7 @@ class StepProgram:
                         f"with {shape.shape}. A compiled loop has static shapes."
                     )
                 new.append(jnp.asarray(array, shape.dtype))
-        records = [value for _, value in trace.records]
+        records = [value for _, value in trace.replica.records]
         return ([trace.values[v] for v in self.state], new), (trace.code(), records)
 
     def _lowered(self, how: How, size: int, looks: bool) -> Callable[..., object]:

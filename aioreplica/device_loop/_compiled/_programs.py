@@ -16,8 +16,8 @@ from ...errors import OutOfSyncError
 from ...tree import Array, DType, flatten
 from ...values import Variable, WeakVariableDict
 from ._devices import jax_devices
+from ._narrow import require_32_bits
 from ._program import StepProgram, Trial
-from ._untraceable import require_32_bits
 
 MAX_PROGRAMS = 32
 """How many programs a strategy keeps; the one that was not used for longest goes first."""

@@ -8,7 +8,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -17,11 +17,11 @@ from typing import Any
 import array_api_compat  # noqa: F401 - its folder is looked up
 import jax
 import jaxlib  # noqa: F401
-import numpy as np
+import numpy as np  # noqa: F401
 
 from ...errors import ContextError
 from ...replica import add_note_once
-from ...values import Variable
+from ._narrow import require_32_bits
 
 FOLDERS = {
     name: f"{Path(sys.modules[name].__file__ or '').parent}{os.sep}"
@@ -54,9 +54,6 @@ _CURES: tuple[tuple[type[Exception], str], ...] = (
 )
 
 
-WIDEN = 'Call jax.config.update("jax_enable_x64", True) at program start.'
-"""What to do about numbers that need 64 bits."""
-
 ONCE = (print, open, input, time.sleep, time.time, time.monotonic, time.perf_counter, random.random)
 """Calls that are made once, while a step is recorded, and that it makes no more then."""
 
@@ -81,15 +78,20 @@ def explained(error: Exception, fn: Callable[..., object]) -> Exception:
     return error
 
 
+def refusal(what: str) -> ContextError:
+    """Return the error of a call that runs Python in every step."""
+    return ContextError(
+        f"{what} was called in a step that run_steps compiles: it runs Python in each step, "
+        "which a compiled one does not. Do it outside the step, or leave out `compile`."
+    )
+
+
 @contextmanager
-def only_recorded(refusal: Callable[[str], Exception]) -> Iterator[None]:
+def only_recorded() -> Iterator[None]:
     """Refuse calls from the user's code that print, read, write, wait or ask the time.
 
     They would be made once, while the step is recorded, and never again. So are integers of NumPy
     that jax would cut: nothing in the program shows that it did.
-
-    Args:
-        refusal: Returns the error of a call of that name.
     """
 
     def look(frame: FrameType, event: str, called: Any) -> None:
@@ -114,53 +116,6 @@ def only_recorded(refusal: Callable[[str], Exception]) -> Iterator[None]:
 def _is_users(frame: FrameType) -> bool:
     path = frame.f_code.co_filename
     return not path.startswith((*LIBRARIES, "<")) and INSTALLED not in path
-
-
-def may_wrap(variable: Variable) -> bool:
-    """Tell whether a variable is of integers that jax computes in fewer bits."""
-    dtype = variable.dtype
-    return dtype.kind in "iu" and bool(jax.dtypes.canonicalize_dtype(dtype) != dtype)
-
-
-def require_own_dtype(variable: Variable) -> None:
-    """Check that jax trains a variable in its own dtype.
-
-    Raises:
-        ContextError: If it is of 64 bits, and jax may not use 64.
-    """
-    dtype = variable.dtype
-    if variable.trainable and jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise ContextError(
-            f"Variable {variable.name!r} has dtype {dtype}, which jax computes in 32 bits. "
-            f"{WIDEN} Or make it of float32."
-        )
-
-
-def require_32_bits(values: Iterable[object], holder: str) -> None:
-    """Check that integers of NumPy are none that jax would cut, as it may not use 64 bits.
-
-    Args:
-        values: What to look at, also inside tuples, lists and dicts; others are left alone.
-        holder: Who holds them, for the error.
-
-    Raises:
-        OverflowError: If one would be cut.
-    """
-    for value in values:
-        if isinstance(value, (tuple, list)):
-            require_32_bits(value, holder)
-        elif isinstance(value, dict):
-            require_32_bits(value.values(), holder)
-        elif isinstance(value, (np.ndarray, np.integer)) and value.dtype.kind in "iu":
-            dtype = jax.dtypes.canonicalize_dtype(value.dtype)
-            if dtype == value.dtype or not value.size:
-                continue
-            limits, least, most = np.iinfo(dtype), value.min(), value.max()
-            if least < limits.min or most > limits.max:
-                raise OverflowError(
-                    f"{holder} holds {most if most > limits.max else least}, which {dtype} does "
-                    f"not, in which jax computes. {WIDEN}"
-                )
 
 
 def _line_of(trace: TracebackType | None) -> str:

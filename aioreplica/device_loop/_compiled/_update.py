@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from numbers import Integral, Number
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, Protocol, final
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +35,9 @@ from ...optimizers import (
     written,
 )
 from ...values import IndexedSlices, Variable, Weighted, is_floating
+from ._contexts import Across
+from ._narrow import Traced
 
-Traced: TypeAlias = jax.Array
 NOT_FINITE, UPDATE_NOT_FINITE, NO_WEIGHT, WRAPPED = 1, 2, 3, 4
 """Codes of steps that fail; times `MAX_VARIABLES`, plus the number of the variable among all that
 the optimizers of the step move, of one that has wrapped among those of the program."""
@@ -47,12 +48,12 @@ class Recording(Protocol):
     """Interface of the trace of a step.
 
     Attributes:
-        num_replicas: How many replicas the program has.
+        across: Combines arrays of all replicas.
         looks: Whether to check all steps, though a look at the last one would tell.
         applied: How often each optimizer was applied, with the variables it moves.
     """
 
-    num_replicas: int
+    across: Across
     looks: bool
     applied: dict[Optimizer, tuple[tuple[Variable, ...], int]]
 
@@ -61,12 +62,6 @@ class Recording(Protocol):
 
     def write(self, variable: Variable, value: Traced, source: Optimizer | None = None) -> None:
         """Let a variable hold something else from here on."""
-
-    def sum(self, parts: Sequence[Traced]) -> list[Traced]:
-        """Sum arrays over the replicas, in their order."""
-
-    def first(self, parts: Sequence[Traced]) -> list[Traced]:
-        """Take arrays of replica 0."""
 
     def row(self, optimizer: Optimizer, variables: Sequence[Variable]) -> list[Any]:
         """Return what `prepare` gives for each variable at the optimizer's iteration."""
@@ -344,17 +339,17 @@ def _merged(
         parts.append(part)
         weights.append(weight)
     found = [_wide(w) for w in weights if w is not None and not isinstance(w, Number)]
-    combined = (trace.first if is_summed else trace.sum)([*parts, *found])
+    combined = (trace.across.first if is_summed else trace.across.sum)([*parts, *found])
     sums, left = combined[: len(parts)], iter(combined[len(parts) :])
     is_mean = settings.is_mean and not is_summed
     merged, no_weight = [], []
     for total, weight, scale in zip(sums, weights, scales, strict=True):
-        divisor: Any = float(trace.num_replicas) if is_mean else 1.0
+        divisor: Any = float(trace.across.num_replicas) if is_mean else 1.0
         if weight is not None:
             divisor = (
                 next(left)
                 if not isinstance(weight, Number)
-                else _sum_of_equal(weight, 1 if is_summed else trace.num_replicas)
+                else _sum_of_equal(weight, 1 if is_summed else trace.across.num_replicas)
             )
             no_weight.append(jnp.asarray(divisor == 0))
             divisor = divisor.astype(total.dtype)
@@ -378,12 +373,6 @@ def _wide(weight: Any) -> Traced:
         return found.astype(jnp.int32)
     wide = jax.dtypes.canonicalize_dtype(np.int64)
     return found.astype(wide if wide.itemsize == 8 else jnp.float32)
-
-
-def halves_of(array: Traced) -> tuple[Traced, Traced]:
-    """Return what integers of up to 32 bits are multiples of 2**16 of, and the rest."""
-    wide = array if array.dtype.itemsize == 4 else array.astype(jnp.int32)
-    return (wide >> 16).astype(jnp.int32), (wide & 0xFFFF).astype(jnp.int32)
 
 
 def _sum_of_equal(weight: Any, count: int) -> np.number[Any]:

@@ -1,0 +1,78 @@
+"""Numbers of 64 bits where jax computes in 32: refused before it cuts them, or failing the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...errors import ContextError
+from ...tree import DType
+from ...values import Variable
+
+Traced: TypeAlias = jax.Array
+
+WIDEN = 'Call jax.config.update("jax_enable_x64", True) at program start.'
+"""What to do about numbers that need 64 bits."""
+
+
+def may_wrap(variable: Variable) -> bool:
+    """Tell whether a variable is of integers that jax computes in fewer bits."""
+    dtype = variable.dtype
+    return dtype.kind in "iu" and bool(jax.dtypes.canonicalize_dtype(dtype) != dtype)
+
+
+def require_own_dtype(variable: Variable) -> None:
+    """Check that jax trains a variable in its own dtype.
+
+    Raises:
+        ContextError: If it is of 64 bits, and jax may not use 64.
+    """
+    dtype = variable.dtype
+    if variable.trainable and jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ContextError(
+            f"Variable {variable.name!r} has dtype {dtype}, which jax computes in 32 bits. "
+            f"{WIDEN} Or make it of float32."
+        )
+
+
+def require_32_bits(values: Iterable[object], holder: str) -> None:
+    """Check that integers of NumPy are none that jax would cut, as it may not use 64 bits.
+
+    Args:
+        values: What to look at, also inside tuples, lists and dicts; others are left alone.
+        holder: Who holds them, for the error.
+
+    Raises:
+        OverflowError: If one would be cut.
+    """
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            require_32_bits(value, holder)
+        elif isinstance(value, dict):
+            require_32_bits(value.values(), holder)
+        elif isinstance(value, (np.ndarray, np.integer)) and value.dtype.kind in "iu":
+            dtype = jax.dtypes.canonicalize_dtype(value.dtype)
+            if dtype == value.dtype or not value.size:
+                continue
+            limits, least, most = np.iinfo(dtype), value.min(), value.max()
+            if least < limits.min or most > limits.max:
+                raise OverflowError(
+                    f"{holder} holds {most if most > limits.max else least}, which {dtype} does "
+                    f"not, in which jax computes. {WIDEN}"
+                )
+
+
+def halves_of(array: Traced) -> tuple[Traced, Traced]:
+    """Return what integers of up to 32 bits are multiples of 2**16 of, and the rest."""
+    wide = array if array.dtype.itemsize == 4 else array.astype(jnp.int32)
+    return (wide >> 16).astype(jnp.int32), (wide & 0xFFFF).astype(jnp.int32)
+
+
+def is_beyond(limits: DType, halves: Sequence[Traced]) -> Traced:
+    """Tell whether an element of integers, given in halves, is one that a dtype does not hold."""
+    high, info = halves[0] + (halves[1] >> 16), jnp.iinfo(limits)
+    return ((high < info.min >> 16) | (high > info.max >> 16)).any()
