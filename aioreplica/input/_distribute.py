@@ -16,7 +16,7 @@ from ._distributed_dataset import DistributedDataset, DistributedIterator
 from ._epoch import GoOn, OpenLoops
 from ._iterables import iterable_source
 from ._options import InputContext, InputOptions
-from ._sharding import Files, chosen_sharding, describe, local_replicas
+from ._sharding import Files, chosen_sharding, describe, files_source, local_replicas
 from ._source import Source
 
 LOGGER = logging.getLogger("aioreplica.input")
@@ -64,7 +64,7 @@ def distribute_dataset(
             "distribute_dataset splits one dataset over the replicas, but the options ask for one "
             "dataset per replica (PER_REPLICA). Use distribute_datasets_from_function."
         )
-    source, sharding = _sharded(dataset, options, target.context_now())
+    source, sharding = _sharded(dataset, options, target.context_now)
     joiner = _joiner(target, options)
 
     def sharing_now() -> Sharing:
@@ -137,10 +137,14 @@ def _made(dataset_fn: Callable[[InputContext], object], context: InputContext) -
     return find_source(made)
 
 
-def _sharded(dataset: object, options: InputOptions, context: InputContext) -> tuple[Source, str]:
+def _sharded(
+    dataset: object, options: InputOptions, context_now: Callable[[], InputContext]
+) -> tuple[Source, str]:
     """Return a source of what this worker reads, and how it is shared out."""
+    context = context_now()
     num_pipelines, pipeline_id = context.num_input_pipelines, context.input_pipeline_id
     source = find_source(dataset)
+    label = source.label
     sharding = chosen_sharding(options.sharding, dataset, source, num_pipelines)
     if sharding == "file":
         if not isinstance(dataset, Files):
@@ -148,10 +152,11 @@ def _sharded(dataset: object, options: InputOptions, context: InputContext) -> t
                 f"sharding='file' shares out files, but {source.label} is not made of any. Use "
                 "ar.input.Files(paths, read), or sharding='data'."
             )
-        source = find_source(dataset.shard(num_pipelines, pipeline_id))
+        label = repr(dataset.shard(num_pipelines, pipeline_id))  # raises if they are too few
+        source = files_source(dataset, context_now, is_shared=True)
     if sharding != "off" or num_pipelines > 1:
         is_auto = options.sharding == "auto"
-        LOGGER.info(describe(sharding, source.label, num_pipelines, pipeline_id, is_auto=is_auto))
+        LOGGER.info(describe(sharding, label, num_pipelines, pipeline_id, is_auto=is_auto))
     return source, sharding
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, aclosing, closing
 from dataclasses import replace
 from os import PathLike
 from typing import TypeVar, final
 
-from ..tree import Tree
+from ..tree import Tree, unflatten
+from ._batches import BatchReader
 from ._iterables import iterable_source
-from ._source import Source
+from ._options import InputContext, count_or_none
+from ._source import Item, Pass, Source, Start
 
 T = TypeVar("T")
 
@@ -60,7 +63,20 @@ class Files:
         """
         return Files(shard_items(self._paths, num_input_pipelines, input_pipeline_id), self._read)
 
-    def __iter__(self) -> Iterator[Tree]:
+    def _rounds(self, num_shares: int) -> Generator[Tree, None, None]:
+        """Yield an item of each share in turn, while every share has one: as workers read them.
+
+        Example:
+            >>> list(Files(["a", "b", "c"], lambda path: [path + "1", path + "2"])._rounds(2))
+            ['a1', 'b1', 'a2', 'b2']
+        """
+        with ExitStack() as stack:
+            shares = [self.shard(num_shares, number) for number in range(num_shares)]
+            readers = [stack.enter_context(closing(iter(share))) for share in shares]
+            for items in zip(*readers, strict=False):
+                yield from items
+
+    def __iter__(self) -> Generator[Tree, None, None]:
         """Yield what the files hold."""
         for path in self._paths:
             found = iter(self._read(path))
@@ -75,11 +91,85 @@ class Files:
         return f"<Files | {len(self._paths)} from {self._paths[0]}>"
 
 
-def files_source(files: Files) -> Source:
-    """Return Files as a source; its offset counts items over all files."""
-    source = iterable_source(files, lambda: files, is_async=False)
+def files_source(
+    files: Files, context_now: Callable[[], InputContext] = InputContext, *, is_shared: bool = False
+) -> Source:
+    """Return Files as a source; its offset counts items, of all workers together.
+
+    Args:
+        files: The files.
+        context_now: Says at the beginning of each pass which of how many workers this is.
+        is_shared: Whether each worker reads its own files, in rounds of one item for each; if not,
+            all of them.
+
+    A pass that was begun by more or fewer workers goes on in the order in which those would have
+    read. Each worker then reads all of the rest, as nobody knows which items of a file are left,
+    and takes its own item of each round. The last round may be short: a worker without an item gets
+    an empty batch.
+    """
+    whole = iterable_source(files, lambda: files, is_async=False)
+
+    def read(start: Start) -> Pass:
+        context = context_now() if is_shared else InputContext()
+        num_workers, worker = context.num_input_pipelines, context.input_pipeline_id
+        num_shares = _shares_of(start) if start.offset else min(num_workers, len(files.paths))
+        if num_workers == num_shares == 1:
+            return whole.read(start)
+        state = None if num_shares == 1 else {"shares": num_shares}
+        if num_workers == num_shares and not start.offset % num_shares:
+            share = files.shard(num_shares, worker)
+            items = iterable_source(share, lambda: share, is_async=False).read(
+                replace(start, offset=start.offset // num_shares)
+            )
+            return _counted(items, num_shares, state)
+        rounds = iterable_source(files, lambda: files._rounds(num_shares), is_async=False)
+        return _dealt(rounds.read(start), num_workers, worker, state, repr(files))
+
+    def check_start(start: Start) -> None:
+        if start.offset and not 1 <= _shares_of(start) <= len(files.paths):
+            raise ValueError(
+                f"The state was saved with source={start.own_state!r}, but {files!r} cannot be "
+                "shared out so. Load what state_dict returned, unchanged."
+            )
+
     names = [str(path) for path in files.paths]
-    return replace(source, label=repr(files), identity=lambda: ("Files", *names))
+    return replace(
+        whole, label=repr(files), read=read, identity=lambda: ("Files", *names),
+        check_start=check_start,
+    )  # fmt: skip
+
+
+def _shares_of(start: Start) -> int:
+    """Return over how many workers the files were shared out when the pass began; 0 if unknown."""
+    if start.own_state is None:
+        return 1
+    shares = start.own_state.get("shares") if isinstance(start.own_state, Mapping) else None
+    return count_or_none(shares) or 0
+
+
+async def _counted(items: Pass, num_shares: int, state: object) -> AsyncGenerator[Item, None]:
+    """Count the items of all workers, which each read as many."""
+    async with aclosing(items):
+        async for item in items:
+            yield Item(item.value, item.offset * num_shares, state)
+
+
+async def _dealt(
+    items: Pass, num_workers: int, worker: int, state: object, label: str
+) -> AsyncGenerator[Item, None]:
+    """Give one worker its item of each round."""
+    taken: list[Item] = []
+    async with aclosing(items):
+        async for item in items:
+            taken.append(item)
+            if len(taken) == num_workers:
+                yield Item(taken[worker].value, item.offset, state)
+                taken = []
+    if len(taken) > worker:
+        yield Item(taken[worker].value, taken[-1].offset, state)
+    elif taken:
+        arrays, spec = BatchReader("batch", label).read(taken[0].value)
+        yield Item(unflatten(spec, [array[:0] for array in arrays]), taken[-1].offset, state)
 
 
 def shard_items(items: Sequence[T], num_input_pipelines: int, input_pipeline_id: int) -> list[T]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import final
+from typing import TypeVar, final
 
 from ..checkpoint import Savepoint
 from ..cluster import ClusterResolver, Communicator, LocalCommunicator, Workers, connect, resolve
@@ -16,6 +17,8 @@ from ._runtime import VariableTable
 from ._strategy import Strategy
 
 SHRUNK = "shrink"
+
+Resize = TypeVar("Resize", bound=Callable[[], object])
 
 
 @final
@@ -84,6 +87,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             chosen if isinstance(chosen, Communicator) else None,
         )  # fmt: skip
         known = None if isinstance(chosen, Communicator) else chosen
+        self._resize_fns: list[Callable[[], object]] = []
         super().__init__(devices, new_mirrored, options, resolver=known, workers=workers)
 
     async def shrink(self, savepoint: Savepoint | None = None) -> None:
@@ -93,7 +97,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         and a `LocalCommunicator`. Waits for the run in progress to end. Workers are numbered anew,
         in their order, and replicas with them; a `cluster_resolver` then counts those who are left,
         without their addresses. Loops over datasets are ended; with `sharding="data"` or `"off"`
-        the next one is shared out among those who are left.
+        the next one is shared out among those who are left, and with `"file"` what is left of the
+        files. Functions that were given to `on_resize` are called at the end.
 
         Args:
             savepoint: This worker's state after its newest complete step. The one of the worker
@@ -108,6 +113,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                 one that the others have lost.
             StallError: If not all workers that are left came before the timeout.
             CheckpointError: If workers have savepoints of different states.
+            Exception: What a function of `on_resize` raises.
 
         Cancellation:
             Closes the strategy for good: start this worker again.
@@ -133,6 +139,40 @@ class MultiWorkerMirroredStrategy(Strategy):
         if savepoint is not None:
             await savepoint.put_back_newest(workers)
         await agree_on_names(workers, runtime.variable_table)
+        for fn in tuple(self._resize_fns):
+            outcome = fn()
+            if inspect.isawaitable(outcome):
+                await outcome
+
+    def on_resize(self, fn: Resize) -> Resize:
+        """Have a function called whenever the number of workers has changed.
+
+        That is on every worker, at the end of `shrink`: `num_replicas_in_sync` is the new number
+        and the state is put back. What depends on the number is set there, such as a learning rate;
+        or a dataset is distributed again whose function reads an `InputContext`. Functions are
+        called in the order in which they were given. What one raises is raised by `shrink`, and
+        those behind it are not called.
+
+        Args:
+            fn: Called without arguments. May be async, and then call what all workers call
+                together, such as `strategy.reduce`: each of them has to.
+
+        Returns:
+            The function, so that this can be a decorator.
+
+        Raises:
+            TypeError: If it is not a function.
+
+        Cancellation:
+            Of a `shrink` that awaits `fn` is raised in `fn`; the group has its new size by then.
+
+        Source:
+            Horovod's `State.register_reset_callbacks`.
+        """
+        if not callable(fn):
+            raise TypeError(f"on_resize takes a function without arguments, got {fn!r}.")
+        self._resize_fns.append(fn)
+        return fn
 
     def __deepcopy__(self, memo: dict[int, object]) -> MultiWorkerMirroredStrategy:
         self._require_copyable()

@@ -1,7 +1,9 @@
 """Who reads what, where several workers feed one sync group."""
 
+import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,77 @@ async def test_file_gives_every_worker_its_own_files(tmp_path: Path) -> None:
     ]
     with pytest.raises(ValueError, match="3 files cannot be shared by 4 workers"):
         distribute_dataset(target(4, 0), files, options)
+
+
+def numbered(path: Any) -> Iterator[Any]:
+    """Yield the batches of a file whose name says which examples it has: of 2, and one of 1."""
+    first, last = map(int, path.split("-"))
+    numbers = np.arange(first, last)
+    yield from np.split(numbers, range(2, len(numbers), 2))
+
+
+FILES = ["0-7", "7-14", "14-21", "21-28", "28-35", "35-42"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("sizes", "num_rounds"),
+    [
+        ((3, 2, 1), 1),
+        ((3, 2, 3), 1),
+        ((2, 3, 2), 2),
+        ((6, 4, 7), 1),
+        ((1, 3, 2), 2),
+        ((3, 1, 3), 3),
+    ],
+)
+async def test_files_are_dealt_anew_where_workers_become_fewer_or_more(
+    sizes: tuple[int, ...], num_rounds: int
+) -> None:
+    """Each example is read once, by one worker, and all workers have as many batches."""
+    files, seen, state = ar.input.Files(FILES, numbered), list[int](), None
+    options = ar.InputOptions(sharding="file")
+    now = [ar.InputContext(1, 0, 2)]
+    for size in sizes:
+        is_last = size is sizes[-1]
+        states, counts = [], set()
+        for worker in range(size):
+            who = replace(target(1, 0), context_now=lambda: now[0])
+            now[0] = ar.InputContext(1, 0, 2)  # more workers than files have come later
+            async with distribute_dataset(who, files, options) as batches:
+                now[0] = ar.InputContext(size, worker, 2 * size)
+                if state is not None:
+                    batches.load_state_dict(json.loads(json.dumps(state)))
+                count = 0
+                async for batch in batches:
+                    seen += [int(each) for part in batch.values for each in part]
+                    count += 1
+                    if count == num_rounds and not is_last:
+                        break
+                states.append(batches.state_dict())
+                counts.add(count)
+        assert len(counts) == 1
+        assert states == [states[0]] * size  # a checkpoint keeps that of the first worker
+        state = states[0]
+        if state["epoch"] == 1:  # all was read
+            break
+
+    assert sorted(seen) == list(range(42))
+
+
+@pytest.mark.asyncio
+async def test_a_state_that_does_not_fit_the_files_is_refused() -> None:
+    options = ar.InputOptions(sharding="file")
+    async with distribute_dataset(
+        target(2, 0), ar.input.Files(FILES, numbered), options
+    ) as batches:
+        state = batches.state_dict() | {"position": 4}
+        for source in ({"shares": 7}, {"shares": 0}, 3, {"shares": "many"}):
+            with pytest.raises(ValueError, match="cannot be shared out so"):
+                batches.load_state_dict(state | {"source": source})
+        batches.load_state_dict(state | {"position": 400, "source": {"shares": 3}})
+        with pytest.raises(ValueError, match="cannot go on after item 400: it ended after 24"):
+            await anext(batches)
 
 
 @pytest.mark.asyncio
@@ -228,7 +301,7 @@ def test_files_are_read_one_after_the_other_and_closed() -> None:
     assert log == ["open a", "close a", "open b", "close b"]
     reading = iter(files)
     next(reading)
-    reading.close()  # type: ignore[attr-defined]
+    reading.close()
     assert log[4:] == ["open a", "close a"]
     assert repr(files) == "<Files | 2 from a>"
     assert files.shard(2, 1).paths == ("b",)

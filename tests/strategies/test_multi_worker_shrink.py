@@ -1,6 +1,7 @@
 """Survivors of a lost worker shrink, and go on from the newest step that any of them completed."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from aioreplica.strategies import MultiWorkerMirroredStrategy
 from tests.strategies.workers import communicator_of, outcomes, strategies
 
 Strategy = MultiWorkerMirroredStrategy
-NUM_STEPS, BATCH = 5, 4
+NUM_STEPS, BATCH = 6, 4
 
 
 def me() -> ar.ReplicaContext:
@@ -24,17 +25,26 @@ def me() -> ar.ReplicaContext:
     return ctx
 
 
+def read_file(number: Any) -> list[Any]:
+    """Return the batches of a file; the last one is odd."""
+    first = number * BATCH
+    return [np.arange(first, first + 1), np.arange(first + 1, first + BATCH)]
+
+
 class Training:
     """A model whose weights show which examples it has seen, how often, and in which step."""
 
-    def __init__(self, strategy: ar.Strategy) -> None:
+    def __init__(self, strategy: ar.Strategy, sharding: Any = "data") -> None:
         self.strategy = strategy
+        has_files = sharding == "file"  # batches are other ones then, for fewer workers
         with strategy.scope():
             self.seen = ar.Variable(np.zeros(BATCH * NUM_STEPS), name="seen")
-            self.sgd = ar.optimizers.SGD(1.0, momentum=0.5)
+            self.sgd = ar.optimizers.SGD(1.0, momentum=0.0 if has_files else 0.5)
         self.settings = {"steps": 0}
-        data = ar.ArrayDataset(np.arange(BATCH * NUM_STEPS), batch_size=BATCH)
-        self.batches = strategy.distribute_dataset(data, ar.InputOptions(sharding="data"))
+        data: Any = ar.ArrayDataset(np.arange(BATCH * NUM_STEPS), batch_size=BATCH)
+        if has_files:
+            data = ar.input.Files(range(NUM_STEPS), read_file)  # type: ignore[arg-type]
+        self.batches = strategy.distribute_dataset(data, ar.InputOptions(sharding=sharding))
         self.state = {
             "seen": self.seen, "sgd": self.sgd, "batches": self.batches, "settings": self.settings,
         }  # fmt: skip
@@ -66,9 +76,9 @@ async def learned_alone() -> Any:
         return training.learned()
 
 
-async def survive(strategy: Strategy) -> Any:
+async def survive(strategy: Strategy, sharding: str = "data") -> Any:
     """Train to the end, whoever is lost on the way."""
-    training = Training(strategy)
+    training = Training(strategy, sharding)
     async with training.batches:
         while True:
             try:
@@ -97,6 +107,19 @@ async def test_every_batch_counts_once_whenever_a_worker_is_lost() -> None:
         assert num_replicas in (2, 3)
     lost = results[1]
     assert not isinstance(lost, BaseException) or "worker 1" in str(lost).lower(), lost
+
+
+@pytest.mark.slow
+@pytest.mark.explore(schedules=25, faults=art.Faults().lose_worker("worker:1"))
+async def test_every_example_of_files_counts_once_whenever_a_worker_is_lost() -> None:
+    """Two files of two batches for each of three workers; two have to deal out what is left."""
+    results = await outcomes(strategies(3, 1), [partial(survive, sharding="file")] * 3)
+
+    for rank, result in enumerate(results):
+        if isinstance(result, BaseException):
+            assert isinstance(result, WorkerLostError | ContextError), results
+        else:
+            assert result[0][0] == [1.0] * (BATCH * NUM_STEPS), (rank, result)
 
 
 @pytest.mark.slow
@@ -155,7 +178,16 @@ async def test_ranks_replicas_and_input_are_those_of_the_smaller_group() -> None
             return
         with pytest.raises(WorkerLostError, match=r"[Ww]orker 0"):
             await strategy.run(count)
+        sizes: list[Any] = []
+        fn = strategy.on_resize(lambda: sizes.append(strategy.num_replicas_in_sync))
+
+        @strategy.on_resize
+        async def then() -> None:
+            sizes.append(strategy.local_results(await strategy.run(count)))
+
         await strategy.shrink()
+        assert sizes == [4, (4, 4)]
+        assert callable(fn)
         result = strategy.local_results(await strategy.run(count))
         ids = strategy.distribute_values_from_function(lambda v: v.replica_id_in_sync_group)
         chief = strategy.extended.should_checkpoint
@@ -166,6 +198,35 @@ async def test_ranks_replicas_and_input_are_those_of_the_smaller_group() -> None
     await outcomes(strategies(3, 2), [program] * 3)
 
     assert seen == {1: (0, (4, 4), (0, 1), True), 2: (1, (4, 4), (2, 3), False)}
+
+
+@pytest.mark.asyncio
+async def test_an_error_of_a_function_is_raised_by_shrink_which_is_done() -> None:
+    all_ready = asyncio.Barrier(3)
+    called: list[int] = []
+
+    async def program(strategy: Strategy) -> Any:
+        assert strategy._runtime.workers is not None
+        rank = strategy._runtime.workers.rank
+        await strategy.run(count)
+        await all_ready.wait()
+        if rank == 0:
+            lose(strategy)
+            return None
+        with pytest.raises(WorkerLostError):
+            await strategy.run(count)
+
+        @strategy.on_resize
+        def fails() -> None:
+            raise OSError("no such file")
+
+        strategy.on_resize(lambda: called.append(rank))
+        with pytest.raises(OSError, match="no such file"):
+            await strategy.shrink()
+        return strategy.local_results(await strategy.run(count))
+
+    assert await outcomes(strategies(3, 1), [program] * 3) == [None, (2,), (2,)]
+    assert called == []
 
 
 @pytest.mark.asyncio
@@ -265,6 +326,8 @@ async def test_bad_calls_change_nothing() -> None:
             await strategy.shrink()
         with pytest.raises(TypeError, match=r"takes an ar\.checkpoint\.Savepoint or None, got 3"):
             await strategy.shrink(3)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="on_resize takes a function without arguments, got 3"):
+            strategy.on_resize(3)  # type: ignore[type-var]
 
         async def step() -> None:
             await strategy.shrink()
