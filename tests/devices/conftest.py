@@ -99,7 +99,7 @@ def run_script() -> Callable[[str], str]:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,  # a process in the background ends when a core has nothing else to do
             check=False,
         )
         assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
