@@ -339,10 +339,10 @@ class Communicator(ABC):
     def split(self, ranks: Iterable[int]) -> Communicator:
         """Return a communicator of some of the workers; to be called by each of them.
 
-        Its ranks are counted from 0 in ascending order of those here. Calls of both are performed
-        in the order in which they are made; where groups overlap, workers must agree in that order.
-        A failure ends the group and all of its splits; errors name workers by their ranks in the
-        group that was connected.
+        Its ranks are counted from 0 in ascending order of those here. Calls of each are performed
+        in the order in which they are made; between groups there is none. Workers that wait for
+        each other in different groups wait until the timeout. A failure ends the group and all of
+        its splits; errors name workers by their ranks in the group that was connected.
 
         Args:
             ranks: Ranks of this group, this worker's among them.

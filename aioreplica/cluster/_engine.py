@@ -1,6 +1,7 @@
-"""Communicators over an engine: one thread makes its calls, first in, first out.
+"""Communicators over an engine: one thread makes their calls, each one's first in, first out.
 
 The event loop's thread begins those that a task waits for where that is allowed, see `Link.visit`.
+A call that waits for others lets those of other communicators go on meanwhile, see `Poller`.
 
 An engine only moves bytes (`Transport`): every worker gives to all, all give to one place, or one
 gives to all. Sums are made here, by the same code as those of replicas in one process, in ascending
@@ -13,10 +14,13 @@ which is the least there is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import os
+from collections import deque
+from collections.abc import Generator, Sequence
 from contextlib import suppress
+from contextvars import copy_context
 from time import monotonic
-from typing import Any, final
+from typing import Any, NoReturn, TypeAlias, TypeVar, final
 
 import numpy as np
 
@@ -39,7 +43,12 @@ from ._communicator import (
     Failure,
 )
 from ._local import split_shrink_error
+from ._poller import Entry
 from ._transport import LEFT, WAITING_S, WARN_S, Group, GroupEndedError, Link, Note, Poll
+
+T = TypeVar("T")
+Steps: TypeAlias = Generator[tuple[Poll, int], None, T]
+"""Steps of a call: each yields an exchange to wait for, and its number of bytes."""
 
 CLOSE_S = 1.0
 SMALL_BYTES = 128 * 1024  # an exchange costs more than to add up so much
@@ -53,7 +62,8 @@ class EngineCommunicator(Communicator):
 
     Attributes:
         group: The members.
-        link: The lane and the transport.
+        link: The transport and the poller.
+        queue: Calls that are not over, in order.
         buffers: Memory of large results.
         scratch: Memory of what others send, the same again and again; on the lane's thread.
     """
@@ -64,6 +74,7 @@ class EngineCommunicator(Communicator):
         worker = link.transport.rank
         super().__init__(ranks.index(worker), len(ranks), timeout, worker)
         self.link = link
+        self.queue: deque[Entry] = deque()
         self.group = Group(self.rank, ranks, name)
         self.buffers = BufferPool()
         self.scratch = np.empty(0, np.uint8)
@@ -74,7 +85,7 @@ class EngineCommunicator(Communicator):
     # ---- on the event loop ---------------------------------------------------------------
 
     def _enqueue(self, call: Call) -> None:
-        self.link.visit(Visit(self, call))
+        self.link.visit(Visit(self, call), self.queue)
 
     def performed(self, call: Call, result: Any, error: BaseException | None) -> None:
         """Learn on the event loop what a call has come to."""
@@ -95,7 +106,11 @@ class EngineCommunicator(Communicator):
         link.put(link.give_up).add_done_callback(_forget)
 
     def _absent(self) -> tuple[int, ...] | None:
-        return self.link.absent()
+        try:
+            visit = self.queue[0]
+        except IndexError:  # the lane may have ended it just now
+            return None
+        return self.link.missing(visit) if isinstance(visit, Visit) and visit.is_late else None
 
     def _subgroup(self, ranks: tuple[int, ...]) -> Communicator:
         ordinal = self._num_splits.get(ranks, 0)
@@ -106,24 +121,15 @@ class EngineCommunicator(Communicator):
 
     async def _close(self) -> None:
         link = self.link
-        done = link.put(self._leave, self.statistics().calls)
-        done.add_done_callback(_forget)
-        if not await has_ended(done, CLOSE_S):
+        leave = Leave(self, self.statistics().calls)
+        link.poller.add(self.queue, leave)
+        if not await has_ended(leave.future, CLOSE_S):
             # it waits in a call that was abandoned, for someone who is late
             self._spread(
                 Failure(LOST, f"Worker {self._worker} closed the communicator.", (self._worker,))
             )
-            await has_ended(done, CLOSE_S)
+            await has_ended(leave.future, CLOSE_S)
         link.members.remove(self)
-
-    # ---- on the lane's thread ------------------------------------------------------------
-
-    def _leave(self, num_calls: int) -> None:
-        link = self.link
-        if link.ended is None:
-            link.transport.tell(Note(LEFT, link.transport.rank, self._name, num_calls))
-        if not self._name:
-            link.transport.close()
 
 
 @final
@@ -132,6 +138,58 @@ class SplitCommunicator(EngineCommunicator):
 
     async def _shrink(self) -> Communicator:
         raise split_shrink_error()
+
+
+@final
+class Leave:
+    """Last entry in the queue of a communicator: the others are told that it makes no more calls.
+
+    That of the outermost group comes behind what its splits do, and gives the engine back.
+
+    Args:
+        communicator: The one that is closed.
+        num_calls: How many calls it has made.
+
+    Attributes:
+        completions: Bring the end of it to the event loop.
+        future: Done when it has left, or could not.
+        spin_until: Never: nobody is in a hurry.
+    """
+
+    __slots__ = ("_communicator", "_num_calls", "_poll", "completions", "future", "spin_until")
+
+    def __init__(self, communicator: EngineCommunicator, num_calls: int) -> None:
+        self._communicator = communicator
+        self._num_calls = num_calls
+        self._poll: Poll | None = None
+        self.completions = communicator.link.completions()
+        self.future: asyncio.Future[None] = self.completions.loop.create_future()
+        self.spin_until = 0.0
+
+    def advance(self, looks: bool) -> bool:
+        """Tell the others, once nothing else is under way; true if it is over."""
+        try:
+            if self._poll is None:
+                self._poll = self._begin()
+            return self._poll is not None and self._poll()
+        except Exception:  # noqa: BLE001 - of an engine that has ended: nothing is left to give back
+            return True
+
+    def _begin(self) -> Poll | None:
+        communicator, link = self._communicator, self._communicator.link
+        group = communicator.group
+        others = [each for each in link.members if each is not communicator]
+        if not group.name and any(each.queue for each in others):
+            return None
+        if link.ended is None:
+            rank = link.transport.rank
+            link.transport.tell(Note(LEFT, rank, group.name, self._num_calls))
+        return _is_over if group.name else link.transport.close()
+
+    def resolve(self) -> None:
+        """Wake who waits for it; on the event loop."""
+        if not self.future.done():
+            self.future.set_result(None)
 
 
 @final
@@ -144,40 +202,46 @@ class Visit:
 
     Attributes:
         call: The same.
+        completions: Bring the result to the event loop.
         group: The members of the group.
         timeout: How long it may take.
         start: Since when it waits for others.
-        beat_s: How often it tells them so.
+        spin_until: When it begins to wait with pauses.
+        beat_s: How often it tells the others that it waits.
         tell_at: When it does so next.
         warn_at: When it logs for whom it waits.
         is_told: Whether it has told them.
+        is_late: Whether it waits with pauses.
     """
 
     __slots__ = (
-        "_agrees", "_arrays", "_begun", "_communicator", "_completions", "_error", "_link",
-        "_result", "_transport", "beat_s", "call", "group", "is_told", "start", "tell_at",
-        "timeout", "warn_at",
+        "_agrees", "_arrays", "_begun", "_communicator", "_context", "_error", "_link", "_poll",
+        "_result", "_steps", "_transport", "beat_s", "call", "completions", "group", "is_late",
+        "is_told", "spin_until", "start", "tell_at", "timeout", "warn_at",
     )  # fmt: skip
 
     def __init__(self, communicator: EngineCommunicator, call: Call) -> None:
         self._communicator = communicator
+        self._context = copy_context()
         self._link = communicator.link
         self._transport = communicator.link.transport
-        self._completions = communicator.link.completions()
         self._result: object = None
         self._error: BaseException | None = None
         self._begun: tuple[Array, Poll] | None = None
         self._arrays: tuple[Array, ...] = ()  # that the engine may use, once it has begun
         self._agrees: bool | None = None
+        self._steps: Steps[object] | None = None  # once it is the head of its queue
+        self._poll: Poll = _is_over  # tells whether the next step may be taken
         self.call = call
+        self.completions = communicator.link.completions()
         self.group = communicator.group
         self.timeout = timeout = communicator.timeout
-        self.start = self.tell_at = self.warn_at = 0.0
+        self.start = self.spin_until = self.tell_at = self.warn_at = 0.0
         self.beat_s = WAITING_S if timeout is None else min(WAITING_S, timeout / 5)
-        self.is_told = False
+        self.is_told = self.is_late = False
 
     def resolve(self) -> None:
-        """Bring the result; the op of the lane would, a cycle of the event loop later."""
+        """Bring the result; on the event loop."""
         self._communicator.performed(self.call, self._result, self._error)
 
     @property
@@ -201,9 +265,10 @@ class Visit:
             self._link.read_notes()
             rows, poll = self._begun = self._begin(call)
             stop = monotonic() + limit_s
-            while not poll(0.0):
+            while not poll():
                 if monotonic() >= stop:
                     return False
+                os.sched_yield()  # workers may be more than cores
             self._agrees = call.agrees(rows)
         except BaseException as error:
             self._link.hold(self)
@@ -217,55 +282,103 @@ class Visit:
 
     # ---- on the lane's thread ------------------------------------------------------------
 
-    def perform(self) -> None:
-        """Perform the call; its result comes to the event loop before the op is done there."""
+    def advance(self, looks: bool) -> bool:
+        """Go on as far as the others let it; true if it is over."""
         try:
-            self._result = self._result_or_end()
+            is_over = self._goes_on(looks)
         except BaseException as error:  # noqa: BLE001 - ends the group
-            self._error = error
-        self._completions.add(self)
-        if self._link.ended is not None:  # who waits knows it first: to end may take its time
-            with suppress(RuntimeError):
-                self._link.give_up()
+            self._error, is_over = error, True
+        if is_over and self._link.ended is not None:  # who waits knows it first
+            self._link.poller.call_afterwards(self._link.give_up_quietly)
+        return is_over
 
-    def _result_or_end(self) -> Any:
-        link, transport = self._link, self._transport
-        self.start = now = monotonic()
-        self.tell_at, self.warn_at = now + self.beat_s, now + WARN_S
+    def _goes_on(self, looks: bool) -> bool:
         try:
-            link.read_notes()
-            result = self._result_of(self.call)
-            link.passed(self)
-            return result
+            if self._steps is None:
+                self._enter()
+            elif not self._has_come(looks):
+                return False
+            while self._takes_step():
+                if not self._has_come(looks):
+                    return False
+            self._link.passed(self)
+            return True
         except GroupEndedError:
             raise
         except Exception as error:  # noqa: BLE001 - the workers are no longer in step
-            with suppress(RuntimeError):  # of the engine: notes may be lost with the rest
-                link.look_for_gone(self, at_once=True)  # one that closes says so first
-            failure = transport.explain(error, self.call.describe())
-            if failure is None:
-                text = f"Worker {transport.rank} failed in {self.call.describe()}: {error!r}"
-                failure = Failure(ENDED, text, (transport.rank,))
-            return link.end(failure)
+            self._fail(error)
 
-    def _result_of(self, call: Call) -> object:
+    def _enter(self) -> None:
+        """Become the head of the queue."""
+        self.start = now = monotonic()
+        self.tell_at, self.warn_at = now + self.beat_s, now + WARN_S
+        self._link.read_notes()
+        self._steps = self._result_of(self.call)
+
+    def _takes_step(self) -> bool:
+        """Go on to the next exchange; false if there is none, and the result is there."""
+        assert self._steps is not None  # since `_enter`
+        try:
+            self._poll, num_bytes = self._context.run(next, self._steps)
+        except StopIteration as end:
+            self._result = end.value
+            return False
+        self.spin_until = monotonic() + self._link.poller.spin_s(num_bytes)
+        return True
+
+    def _has_come(self, looks: bool) -> bool:
+        """Tell whether the exchange is over that the next step needs; if not, look at the clock."""
+        poll, poller = self._poll, self._link.poller
+        try:
+            while not poll():
+                if monotonic() >= self.spin_until:
+                    self.is_late = True
+                    if looks:
+                        self._link.look(self)
+                    return False
+                if not poller.is_alone:
+                    return False
+                os.sched_yield()  # workers may be more than cores
+            self.start = monotonic()  # a timeout is for waiting: what came took its time
+            self.is_late = False
+            return True
+        except BaseException:
+            self._link.hold(poll)
+            raise
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """End the group, because of an error.
+
+        Raises:
+            GroupEndedError: Always.
+        """
+        link, transport = self._link, self._transport
+        with suppress(RuntimeError):  # of the engine: notes may be lost with the rest
+            link.look_for_gone(self, at_once=True)  # one that closes says so first
+        failure = transport.explain(error, self.call.describe())
+        if failure is None:
+            text = f"Worker {transport.rank} failed in {self.call.describe()}: {error!r}"
+            failure = Failure(ENDED, text, (transport.rank,))
+        link.end(failure)
+
+    def _result_of(self, call: Call) -> Steps[object]:
         array = call.array
         if call.kind == BARRIER or not (array.nbytes or call.brings):
-            self._finish(self._transport.barrier(self.group), 0)
+            yield self._transport.barrier(self.group), 0
         if call.kind == BARRIER:
             return None
         if call.kind == BROADCAST:
-            return self._broadcast(array, call.root)
+            return (yield from self._broadcast(array, call.root))
         if call.kind == ALL_GATHER:
-            return self._all_gather(array)
+            return (yield from self._all_gather(array))
         if call.kind == COMPLETE:
-            return self._complete(call, array)
+            return (yield from self._complete(call, array))
         assert call.op is not None  # those that are left reduce
         if call.kind == AGREE:
-            return self._agree(call, call.op)
+            return (yield from self._agree(call, call.op))
         if call.kind == ALL_REDUCE:
-            return self._all_reduce(array, call.op)
-        return self._reduce_scatter(call, array, call.op)
+            return (yield from self._all_reduce(array, call.op))
+        return (yield from self._reduce_scatter(call, array, call.op))
 
     def _begin(self, call: Call) -> tuple[Array, Poll]:
         """Send what is looked at before anything is reduced."""
@@ -276,55 +389,55 @@ class Visit:
         self._arrays = array, rows
         return rows, self._transport.all_gather(self.group, as_bytes(array), as_bytes(rows))
 
-    def _agree(self, call: Call, op: ReduceOp) -> tuple[Array, list[Array] | None]:
+    def _agree(self, call: Call, op: ReduceOp) -> Steps[tuple[Array, list[Array] | None]]:
         error, self._error = self._error, None
         if error is not None:  # of the attempt
             raise error
         rows, poll = self._begun or self._begin(call)
         if self._agrees is None:
             assert call.agrees is not None
-            self._finish(poll, rows.nbytes)
+            yield poll, rows.nbytes
             self._agrees = call.agrees(rows)
-        return rows, self._all_reduce_each(call.summands, op) if self._agrees else None
+        if not self._agrees:
+            return rows, None
+        return rows, (yield from self._all_reduce_each(call.summands, op))
 
-    def _finish(self, poll: Poll, num_bytes: int) -> None:
-        self._link.finish(self, poll, num_bytes)
-
-    def _broadcast(self, array: Array, root: int) -> Array:
+    def _broadcast(self, array: Array, root: int) -> Steps[Array]:
         result = array.copy() if self.group.rank == root else np.empty_like(array)
         for part in _segments(result.reshape(-1), MAX_BYTES):
-            self._finish(self._transport.broadcast(self.group, as_bytes(part), root), part.nbytes)
+            yield self._transport.broadcast(self.group, as_bytes(part), root), part.nbytes
         return result
 
-    def _all_gather(self, array: Array) -> Array:
+    def _all_gather(self, array: Array) -> Steps[Array]:
         rows = np.empty((self.group.size, *array.shape), array.dtype)
         if array.nbytes:
             rows[self.group.rank] = array
-            self._gather(array, rows)
+            yield self._gather(array, rows)
         return rows
 
-    def _gather(self, array: Array, rows: Array) -> None:
+    def _gather(self, array: Array, rows: Array) -> tuple[Poll, int]:
         require_size(array.nbytes)
-        self._finish(
-            self._transport.all_gather(self.group, as_bytes(array), as_bytes(rows)), rows.nbytes
-        )
+        poll = self._transport.all_gather(self.group, as_bytes(array), as_bytes(rows))
+        return poll, rows.nbytes
 
-    def _all_reduce_each(self, arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+    def _all_reduce_each(self, arrays: Sequence[Array], op: ReduceOp) -> Steps[list[Array]]:
         totals: list[Array] = []
         for run in _runs(arrays, JOINED_BYTES):
             if len(run) > 1 and self._is_added(op, run[0].dtype):
-                totals += self._added(run)
-            else:
-                totals += [self._all_reduce(each, op) for each in run]
+                totals += yield from self._added(run)
+                continue
+            for each in run:
+                totals.append((yield from self._all_reduce(each, op)))
         return totals
 
-    def _all_reduce(self, array: Array, op: ReduceOp) -> Array:
+    def _all_reduce(self, array: Array, op: ReduceOp) -> Steps[Array]:
         size = self.group.size
         if array.nbytes <= SMALL_BYTES // size:
-            total: Array = reduce_arrays(op, list(self._all_gather(array)))
+            rows = yield from self._all_gather(array)
+            total: Array = reduce_arrays(op, list(rows))
             return total
         if self._is_added(op, array.dtype):
-            return self._added([array])[0]
+            return (yield from self._added([array]))[0]
         buffers = self._communicator.buffers
         buffers.next_call()
         result: Array = buffers.array(array.shape, result_dtype(op, array.dtype))
@@ -334,11 +447,11 @@ class Visit:
         for start in range(0, whole, length):
             part = slice(start, min(start + length, whole))
             if size <= 2:
-                self._reduce_whole(op, source[part], target[part])
+                yield from self._reduce_whole(op, source[part], target[part])
             else:
-                self._reduce_parts(op, source[part], target[part])
+                yield from self._reduce_parts(op, source[part], target[part])
         if whole < source.size:
-            self._reduce_whole(op, source[whole:], target[whole:])
+            yield from self._reduce_whole(op, source[whole:], target[whole:])
         return result
 
     def _is_added(self, op: ReduceOp, dtype: DType) -> bool:
@@ -347,7 +460,7 @@ class Visit:
             return False
         return dtype.name in self._transport.added and bool(result_dtype(op, dtype) == dtype)
 
-    def _added(self, arrays: Sequence[Array]) -> list[Array]:
+    def _added(self, arrays: Sequence[Array]) -> Steps[list[Array]]:
         """Have the engine add up arrays of one dtype, in one exchange."""
         buffers = self._communicator.buffers
         buffers.next_call()
@@ -358,26 +471,26 @@ class Visit:
             np.copyto(total, array)
             totals.append(total)
             start += array.size
-        self._finish(self._transport.add(self.group, whole), whole.nbytes)
+        yield self._transport.add(self.group, whole), whole.nbytes
         return totals
 
-    def _reduce_whole(self, op: ReduceOp, source: Array, target: Array) -> None:
+    def _reduce_whole(self, op: ReduceOp, source: Array, target: Array) -> Steps[None]:
         """Exchange everything, and add up all of it."""
         rows = self._rows(source.size, source.dtype)
-        self._gather(source, rows)
+        yield self._gather(source, rows)
         reduce_into(op, target, self._with_own(rows, source))
 
-    def _reduce_parts(self, op: ReduceOp, source: Array, target: Array) -> None:
+    def _reduce_parts(self, op: ReduceOp, source: Array, target: Array) -> Steps[None]:
         """Add up one part, and exchange the sums."""
         rank, size = self.group.rank, self.group.size
         length = source.size // size
         own = slice(rank * length, (rank + 1) * length)
         rows = self._rows(length, source.dtype)
-        self._swap(list(source.reshape(size, length)), rows, [length] * size)
+        yield self._swap(list(source.reshape(size, length)), rows, [length] * size)
         reduce_into(op, target[own], self._with_own(rows, source[own]))
-        self._gather(target[own], target)
+        yield self._gather(target[own], target)
 
-    def _reduce_scatter(self, call: Call, array: Array, op: ReduceOp) -> Array:
+    def _reduce_scatter(self, call: Call, array: Array, op: ReduceOp) -> Steps[Array]:
         """Exchange and add up as much at a time as stays in the cache."""
         rank, size, buffers = self.group.rank, self.group.size, self._communicator.buffers
         parts = call.parts_of(array)
@@ -389,28 +502,27 @@ class Visit:
             sends = [part[start : start + length] for part in flat]
             own = sends[rank]
             rows = self._rows(own.size, array.dtype)
-            self._swap(sends, rows, [own.size] * size)
+            yield self._swap(sends, rows, [own.size] * size)
             reduce_into(op, target[start : start + own.size], self._with_own(rows, own))
         return result
 
-    def _complete(self, call: Call, array: Array) -> Array:
+    def _complete(self, call: Call, array: Array) -> Steps[Array]:
         """Exchange the parts where they are."""
         own = call.parts_of(array)[self.group.rank]
         if array.nbytes > MAX_BYTES:
             for rank, part in enumerate(call.parts_of(array)):
                 for piece in _segments(part, MAX_BYTES):
-                    poll = self._transport.broadcast(self.group, as_bytes(piece), rank)
-                    self._finish(poll, piece.nbytes)
+                    yield self._transport.broadcast(self.group, as_bytes(piece), rank), piece.nbytes
         elif array.nbytes:
-            self._swap([own] * self.group.size, array, call.sizes)
+            yield self._swap([own] * self.group.size, array, call.sizes)
         return array
 
-    def _swap(self, sends: list[Array], recv: Array, sizes: Sequence[int]) -> None:
+    def _swap(self, sends: list[Array], recv: Array, sizes: Sequence[int]) -> tuple[Poll, int]:
         """Give each member its part, by rank; collect theirs: so many elements of each."""
         counts = [size * recv.itemsize for size in sizes]
         going = [as_bytes(each) for each in sends]
         poll = self._transport.all_to_all(self.group, going, as_bytes(recv), counts)
-        self._finish(poll, max(recv.nbytes, sum(each.nbytes for each in going)))
+        return poll, max(recv.nbytes, sum(each.nbytes for each in going))
 
     def _with_own(self, rows: Array, own: Array) -> list[Array]:
         """Return the rows of all workers, where this one's need not have been sent."""
@@ -427,12 +539,17 @@ class Visit:
         return communicator.scratch[:num_bytes].view(dtype).reshape(self.group.size, length)
 
 
-async def has_ended(op: Op[Any], timeout: float | None) -> bool:
+async def has_ended(done: asyncio.Future[Any], timeout: float | None) -> bool:
     """Wait for an op; False if it takes longer. Unlike awaiting it, this never cancels it."""
-    future = op.get_loop().create_future()
-    op.add_done_callback(lambda _: None if future.done() else future.set_result(None))
+    future = done.get_loop().create_future()
+    done.add_done_callback(lambda _: None if future.done() else future.set_result(None))
     await asyncio.wait([future], timeout=timeout)
-    return op.done()
+    return done.done()
+
+
+def _is_over() -> bool:
+    """Stand for an exchange that nothing was sent in."""
+    return True
 
 
 def _failure_of(error: BaseException) -> Failure:

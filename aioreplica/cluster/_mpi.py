@@ -32,6 +32,7 @@ from ..tree import Array
 from ._communicator import ENDED, LOST, STALLED, Failure, require_timeout
 from ._engine import EngineCommunicator, has_ended
 from ._local import workers_in_words
+from ._poller import Poller
 from ._transport import (
     LEFT,
     NOTE_BYTES,
@@ -85,7 +86,7 @@ class MpiCommunicator(EngineCommunicator):
         runtime = REGISTRY.once("mpi", MpiRuntime)
         runtime.check_process()
         transport = await runtime.run("start MPI", timeout, runtime.new_transport)
-        return cls(Link(transport, runtime.lane), tuple(range(transport.size)), timeout)
+        return cls(Link(transport, runtime.poller), tuple(range(transport.size)), timeout)
 
     async def _shrink(self) -> MpiCommunicator:
         runtime = REGISTRY.once("mpi", MpiRuntime)
@@ -93,7 +94,7 @@ class MpiCommunicator(EngineCommunicator):
         transport = self.link.transport
         assert isinstance(transport, MpiTransport)  # made by `connect`
         smaller = await runtime.run("shrink the group", self.timeout, transport.shrunk)
-        link = Link(smaller, runtime.lane)
+        link = Link(smaller, runtime.poller)
         return MpiCommunicator(link, tuple(range(smaller.size)), self.timeout)
 
 
@@ -102,13 +103,11 @@ class MpiRuntime:
     """MPI in this process: its thread, its start and its end.
 
     Attributes:
-        lane: Makes the calls of MPI; the event loop's thread does for a moment.
-        lock: Held during these calls.
+        poller: Makes the calls of MPI; the event loop's thread does for a moment, with its lock.
     """
 
     def __init__(self) -> None:
-        self.lane = Lane("mpi", nice=0)
-        self.lock = Lock()
+        self.poller = Poller(Lane("mpi", nice=0), Lock())
         self.mpi: Any = None  # the module; Any: mpi4py is optional
         self.failed = False  # what was begun has not come to its end, or a group has failed
         self.is_stalled = False  # a worker has stopped, and nothing of MPI ends it
@@ -135,8 +134,8 @@ class MpiRuntime:
             StallError: If that took too long.
         """
         self._completions = completions = CompletionQueue.of_running_loop()
-        op: Op[object] = Op(completions, self._in_turn, (fn, *args), {}, self.lane)
-        op.put()
+        op: Op[object] = Op(completions, fn, args, {})
+        self.poller.put(op)
         was_failed, self.failed = self.failed, True
         if not await has_ended(op, timeout):
             raise StallError(
@@ -148,10 +147,6 @@ class MpiRuntime:
         return op.result()
 
     # ---- on the lane's thread ------------------------------------------------------------
-
-    def _in_turn(self, fn: Any, *args: object) -> object:
-        with self.lock:
-            return fn(*args)
 
     def new_transport(self) -> MpiTransport:
         """Start MPI if that was not done, and take a communicator of its own."""
@@ -184,10 +179,10 @@ class MpiRuntime:
 
         def finalize() -> None:
             if not self.failed:  # the lane may just have learnt of it
-                self._in_turn(self.mpi.Finalize)
+                self.mpi.Finalize()
             gate.open()
 
-        self.lane.put(Op(self._completions, finalize, (), {}))
+        self.poller.lane.put(Op(self._completions, finalize, (), {}))
         while not gate.wait(1.0):
             pass
         if self.failed:
@@ -261,7 +256,6 @@ class MpiTransport(Transport):
         self._mpi = mpi
         self._comm = comm
         self._runtime = runtime
-        self.lock = runtime.lock
         self._notes = comm.Dup()
         for each in (self._comm, self._notes):
             each.Set_errhandler(mpi.ERRORS_RETURN)
@@ -401,8 +395,9 @@ class MpiTransport(Transport):
     def end(self) -> None:
         self._runtime.failed = True
 
-    def close(self) -> None:
+    def close(self) -> Poll:
         self._receive.Cancel()
+        return lambda: True
 
     def shrunk(self) -> MpiTransport:
         """Return a transport between the workers that are left."""
@@ -435,14 +430,8 @@ def tag_of(group: str, most: int) -> int:
 def poll_of(test: Any, *held: object) -> Poll:
     """Return a poll function that holds what MPI may still use."""
 
-    def poll(pause_s: float, _held: tuple[Any, ...] = held) -> bool:
-        if test():
-            return True
-        if pause_s:
-            sleep(pause_s)
-        else:
-            os.sched_yield()  # workers may be more than cores
-        return False
+    def poll(_held: tuple[Any, ...] = held) -> bool:
+        return bool(test())
 
     return poll
 

@@ -1,7 +1,7 @@
 """torch.distributed with Gloo: for users who have torch, and for launchers that are not MPI's.
 
 The workers meet in a store at the coordinator's address; there they also leave their notes. Gloo
-has threads of its own, so the lane waits for it without polling. Arrays are NumPy's, on the host.
+has threads of its own, which ring when an exchange is over. Arrays are NumPy's, on the host.
 
 When a worker dies only those that exchange with it learn that from Gloo. Each of them gives its
 own connections up at once, so that the next ones fail too, and says in the store that it lives:
@@ -14,6 +14,7 @@ import atexit
 import ctypes
 import os
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -21,16 +22,18 @@ from pathlib import Path
 from time import monotonic, sleep
 from types import ModuleType
 from typing import Any, Self, final
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from ..context import REGISTRY
-from ..devices import CompletionQueue, Lane, Op, new_gate
+from ..devices import CompletionQueue, Lane, Op
 from ..errors import AioReplicaError, ContextError, StallError, WorkerLostError
 from ..tree import Array
 from ._communicator import ENDED, LOST, Communicator, Failure, require_timeout
 from ._engine import EngineCommunicator, has_ended
 from ._local import workers_in_words
+from ._poller import Poller
 from ._resolver import ClusterResolver
 from ._torch_store import (
     ANSWER_S,
@@ -57,9 +60,9 @@ from ._transport import (
 
 NO_TIMEOUT = timedelta(days=365)
 SLACK_S = 5.0  # Gloo's own timeout comes after ours, which knows who is missing
-WAIT_S = 0.02  # for Gloo, between two looks at notes and clock
 NOTES_S = 0.05  # between two questions to the store
 WORDS_S = 0.4  # between two that ask for the newest word of each worker too
+MAX_WORDS = 16  # of one worker, each of another group
 ALIVE_S = 1.0  # for the others to say that they live
 ALIVE_LONG_S = 3.0  # if more than one has not: rather is one of them slow
 
@@ -100,16 +103,18 @@ class TorchCommunicator(EngineCommunicator):
         if resolver.rank is None:
             raise ValueError(f"A task of type {resolver.task_type!r} is not a worker.")
         check_interfaces(resolver)
-        lane = Lane("torch.distributed", nice=0)
+        lane = Lane("torch.connect", nice=0)  # it may have to wait for long
         completions = CompletionQueue.of_running_loop()
         joining: Op[Store] = Op(completions, join, (resolver, timeout, completions), {}, lane)
         joining.put()
         try:
             await has_ended(joining, None)  # all in it has timeouts of its own
             store = joining.result()
+            poller = the_poller()
             connecting: Op[TorchTransport] = Op(
-                completions, new_transport, (store, resolver, timeout, completions), {}, lane
-            )
+                completions, new_transport, (store, resolver, timeout, completions, poller.ring),
+                {}, lane,
+            )  # fmt: skip
             connecting.put()
             if not await has_ended(connecting, None if timeout is None else timeout + SLACK_S):
                 raise StallError(
@@ -119,12 +124,11 @@ class TorchCommunicator(EngineCommunicator):
                     timeout_s=timeout,
                 )
             transport = connecting.result()
-        except BaseException:
+        finally:
             lane.stop()
-            raise
-        link = Link(transport, lane)
-        for stop in (lane.stop, transport.store.close):
-            weakref.finalize(link, stop).atexit = False  # splits may be closed after the group
+        link = Link(transport, poller)
+        # Splits may be closed after the group.
+        weakref.finalize(link, transport.store.close).atexit = False
         return cls(link, tuple(range(transport.size)), timeout)
 
     async def _shrink(self) -> Communicator:
@@ -161,7 +165,18 @@ def check_interfaces(resolver: ClusterResolver) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 
-# ---- on the lane's thread ----------------------------------------------------------------
+def the_poller() -> Poller:
+    """Return that of this process, whose thread ends when no communicator is left."""
+    pollers = REGISTRY.once("torch_pollers", WeakValueDictionary[int, Poller])
+    poller = pollers.get(os.getpid())
+    if poller is None:
+        lane = Lane("torch.distributed", nice=0)
+        poller = pollers[os.getpid()] = Poller(lane, is_rung=True)
+        weakref.finalize(poller, lane.stop).atexit = False
+    return poller
+
+
+# ---- on a thread -------------------------------------------------------------------------
 
 
 def import_torch() -> tuple[ModuleType, ModuleType]:
@@ -224,7 +239,11 @@ def join(resolver: ClusterResolver, timeout: float | None, completions: Completi
 
 
 def new_transport(
-    store: Store, resolver: ClusterResolver, timeout: float | None, completions: CompletionQueue
+    store: Store,
+    resolver: ClusterResolver,
+    timeout: float | None,
+    completions: CompletionQueue,
+    ring: Callable[[], None],
 ) -> TorchTransport:
     """Let Gloo connect the workers, which have met.
 
@@ -233,7 +252,7 @@ def new_transport(
     """
     torch, dist = import_torch()
     try:
-        return TorchTransport(torch, dist, store, resolver, timeout, completions)
+        return TorchTransport(torch, dist, store, resolver, timeout, completions, ring)
     except BaseException as error:
         store.close()
         if not isinstance(error, RuntimeError) or isinstance(error, AioReplicaError):
@@ -255,6 +274,7 @@ class TorchTransport(Transport):
         resolver: Which worker this is, of how many.
         timeout: Of a collective, in seconds.
         completions: Of the loop that connects.
+        ring: Called when something has come.
 
     Attributes:
         store: The same.
@@ -270,12 +290,13 @@ class TorchTransport(Transport):
         resolver: ClusterResolver,
         timeout: float | None,
         completions: CompletionQueue,
+        ring: Callable[[], None],
     ) -> None:
         assert resolver.rank is not None  # checked by `connect`
         rank, size = resolver.rank, resolver.num_workers
         self.rank, self.size = rank, size
         self._torch, self._dist, self.store = torch, dist, store
-        self._completions = completions
+        self._completions, self._ring = completions, ring
         self._limit = NO_TIMEOUT if timeout is None else timedelta(seconds=timeout + SLACK_S)
         if dist.is_initialized():
             if (dist.get_rank(), dist.get_world_size()) != (rank, size):
@@ -290,11 +311,13 @@ class TorchTransport(Transport):
                 timeout=self._limit,
             )  # fmt: skip
             group = dist.group.WORLD
-        self._groups: dict[str, object] = {"": group}  # of torch, by the names of ours
+        self._group = group
+        self._gloo: dict[str, Any] = {"": group._get_backend(torch.device("cpu"))}  # by the group
         self._num_read = self._num_words = 0
         self._read_at = self._words_at = 0.0
         self._asked: Answer[list[Note]] | None = None  # the notes
         self._words: list[bytes] = [b""] * size  # the newest of each worker
+        self._own_words: dict[str, bytes] = {}  # the newest of this one in each group
         self._is_open = True
         self._pid = os.getpid()
         atexit.register(self._at_exit)
@@ -304,47 +327,70 @@ class TorchTransport(Transport):
     def all_gather(self, group: Group, send: Array, recv: Array) -> Poll:
         if np.may_share_memory(send, recv):
             send = send.copy()
-        dist = self._dist
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # older
-        work = gather(
-            self._tensor(recv), self._tensor(send), self._process_group(group), async_op=True
-        )
-        return _poll_of(work, send, recv)
+        tensors = self._tensor(recv), self._tensor(send)
+        return self._exchange(group, lambda gloo: gloo._allgather_base(*tensors), send, recv)
 
     def all_to_all(self, group: Group, sends: list[Array], recv: Array, counts: list[int]) -> Poll:
         send, own = joined(sends), [each.size for each in sends]
-        work = self._dist.all_to_all_single(
-            self._tensor(recv), self._tensor(send), counts, own,
-            self._process_group(group), async_op=True,
-        )  # fmt: skip
-        return _poll_of(work, sends, send, recv)
+        args = self._tensor(recv), self._tensor(send), counts, own
+        return self._exchange(group, lambda gloo: gloo.alltoall_base(*args), sends, send, recv)
 
     def broadcast(self, group: Group, buffer: Array, root: int) -> Poll:
-        work = self._dist.broadcast(
-            self._tensor(buffer), group=self._process_group(group), async_op=True, group_src=root
-        )
-        return _poll_of(work, buffer)
+        tensor = self._tensor(buffer)
+        return self._exchange(group, lambda gloo: gloo.broadcast(tensor, root), buffer)
 
     def barrier(self, group: Group) -> Poll:
         return self.all_gather(group, np.zeros(1, np.uint8), np.empty(group.size, np.uint8))
 
     def add(self, group: Group, array: Array) -> Poll:
-        work = self._dist.all_reduce(
-            self._torch.from_numpy(array), group=self._process_group(group), async_op=True
-        )
-        return _poll_of(work, array)
+        tensor = self._torch.from_numpy(array)
+        return self._exchange(group, lambda gloo: gloo.allreduce(tensor), array)
 
-    def _process_group(self, group: Group) -> object:
-        """Return that of a group, which is made at the first exchange of it."""
-        known = self._groups.get(group.name)
-        if known is None:
-            if not self._is_open:
-                raise RuntimeError("The process groups have been destroyed.")
-            known = self._groups[group.name] = self._dist.new_group(
-                list(group.ranks), self._limit, "gloo", use_local_synchronization=True,
-                group_desc=group.name,
-            )  # fmt: skip
-        return known
+    def _exchange(self, group: Group, begin: Callable[[Any], Any], *held: object) -> Poll:
+        """Begin an exchange, once the group is connected; hold what Gloo may still use."""
+        gloo = self._gloo.get(group.name)
+        if gloo is not None:
+            return _poll_of(begin(gloo), self._ring, held)
+        if not self._is_open:
+            raise RuntimeError("The process groups have been destroyed.")
+        connecting = self._connecting(group)
+        poll: Poll | None = None
+
+        def poll_once_connected() -> bool:
+            nonlocal poll
+            if poll is None:
+                if not connecting.is_done:
+                    return False
+                self._gloo[group.name] = gloo = connecting.result()
+                poll = _poll_of(begin(gloo), self._ring, held)
+            return poll()
+
+        return poll_once_connected
+
+    def _connecting(self, group: Group) -> Answer[object]:
+        """Let Gloo connect a split, on a thread: it waits until all members have come.
+
+        With a connection to the store of its own, as that can be asked nothing else meanwhile; and
+        by our name of the group: torch's own tells in which order groups are made.
+        """
+        raw = self.store.raw
+
+        def connect() -> object:
+            own = raw.clone() if hasattr(raw, "clone") else raw  # torch 2.7 has none
+            try:
+                store = self._dist.PrefixStore(f"split{group.name}", own)
+                return self._dist.ProcessGroupGloo(store, group.rank, group.size, self._limit)
+            finally:
+                self._ring()
+
+        answer = Answer(connect)
+        self._on_a_thread(answer.make)
+        return answer
+
+    def _on_a_thread(self, fn: Callable[[], None]) -> None:
+        lane = Lane("torch.groups", nice=0)
+        lane.put(Op(self._completions, fn, (), {}))
+        lane.stop()
 
     def _tensor(self, array: Any) -> object:
         """Return a tensor of an array's memory, which may be read-only where it is only sent."""
@@ -357,7 +403,11 @@ class TorchTransport(Transport):
         raw, data = self.store.raw, note.encode()
         if note.kind in (WAITING, PASSED):  # the next one takes its place
             self._num_words += 1  # the same again is a sign of life
-            word = b"%d %s" % (self._num_words, data)
+            self._own_words.pop(note.group, None)
+            self._own_words[note.group] = data
+            if len(self._own_words) > MAX_WORDS:
+                del self._own_words[next(iter(self._own_words))]
+            word = b"%d %s" % (self._num_words, b"\n".join(self._own_words.values()))
             self.store.ask(lambda: raw.set(f"word/{self.rank}", word))
             return
 
@@ -401,7 +451,8 @@ class TorchTransport(Transport):
             for rank, word in enumerate(words):
                 if rank != self.rank and word != self._words[rank]:
                     self._words[rank] = word
-                    found.append(Note.decode(word.partition(b" ")[2]))
+                    said = word.partition(b" ")[2]
+                    found += [Note.decode(each) for each in said.split(b"\n")]
         return found
 
     # ---- the end -------------------------------------------------------------------------
@@ -453,9 +504,7 @@ class TorchTransport(Transport):
         """Close the connections; on a thread, as Gloo first waits for what is on its way."""
         groups = self._let_go()
         if groups:
-            lane = Lane("torch.end", nice=0)
-            lane.put(Op(self._completions, groups.clear, (), {}))
-            lane.stop()
+            self._on_a_thread(groups.clear)
 
     def _let_go(self) -> list[object]:
         """Return the process groups, whose connections are closed when nothing refers to them."""
@@ -463,34 +512,54 @@ class TorchTransport(Transport):
             return []
         self._is_open = False
         atexit.unregister(self._at_exit)
-        groups = list(self._groups.values())
-        self._groups.clear()
+        groups: list[object] = [self._group, *self._gloo.values()]
+        self._group = None
+        self._gloo.clear()
         with suppress(RuntimeError, ValueError):
             self._dist.destroy_process_group(groups[0])
         return groups
 
-    def close(self) -> None:
-        with suppress(RuntimeError):
-            self.store.add("left", 1)
-            end = monotonic() + LEAVE_S
-            while self.rank == 0 and self.store.add("left", 0) < self.size and monotonic() < end:
-                sleep(JOIN_PAUSE_S)  # others may still be in the last call, and read notes
-        self._let_go().clear()
-        self.store.close()
+    def close(self) -> Poll:
+        """Begin to leave; worker 0, which keeps the store, waits for the others.
+
+        They may still be in the last call, and read notes.
+        """
+        store, end = self.store, monotonic() + LEAVE_S
+        left = store.ask(partial(store.raw.add, "left", 1))
+
+        def poll() -> bool:
+            nonlocal left
+            with suppress(RuntimeError):  # the store is gone
+                is_last = left.is_done and (self.rank or left.result() >= self.size)
+                if not is_last and monotonic() < end:
+                    if left.is_done:
+                        left = store.ask(partial(store.raw.add, "left", 0))
+                    return False
+            self._let_go().clear()
+            store.close()
+            return True
+
+        return poll
 
     def _at_exit(self) -> None:
         if self._pid == os.getpid():
             self._let_go().clear()
 
 
-def _poll_of(work: Any, *held: object) -> Poll:
-    """Return a poll function that waits for Gloo, and holds what it may still use."""
-    gate = new_gate(None)
-    work.get_future().add_done_callback(lambda _: gate.open())
+def _poll_of(work: Any, ring: Callable[[], None], held: tuple[object, ...]) -> Poll:
+    """Return a poll function of what Gloo does, which holds what it may still use."""
+    is_done = False
 
-    def poll(_pause_s: float, _held: tuple[Any, ...] = held) -> bool:
+    def note(_: object) -> None:
+        nonlocal is_done
+        is_done = True
+        ring()
+
+    work.get_future().add_done_callback(note)
+
+    def poll(_held: tuple[object, ...] = held) -> bool:
         nonlocal work
-        if not gate.wait(WAIT_S):
+        if not is_done:
             return False
         done, work = work, None  # it holds the connections, and this function may be kept
         try:

@@ -1,10 +1,8 @@
-"""Transports, which move bytes and notes for an engine; and the link, which waits for them.
+"""Transports, which move bytes and notes for an engine; and the link: what is known of the others.
 
-A thread (a lane) makes the calls of an engine, and blocks on its queue when there is nothing to do;
-where an engine allows it, the event loop's thread begins those that a task waits for. In a call the
-lane polls: at first without a pause, for about as long as the bytes take, then with pauses
-that grow to a millisecond, so a late peer costs little. Between polls it looks for what the others
-have to say, and at the clock.
+A thread makes the calls of an engine and polls what it has begun, see `Poller`; where an engine
+allows it, the event loop's thread begins those that a task waits for. Between polls the thread
+looks for what the others have to say, and at the clock.
 
 Workers tell each other three things in notes, outside of the collectives: that they wait in a call,
 again and again (so that a stall names who does not, or has stopped in it), that they have left, and
@@ -21,18 +19,18 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import suppress
 from dataclasses import dataclass
-from threading import Lock
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, final
 
 import numpy as np
 
-from ..devices import CompletionQueue, Lane, Op
+from ..devices import CompletionQueue, Op
 from ..tree import Array
 from ._communicator import LOST, STALLED, Failure
 from ._local import closed_text, stall_text, workers_in_words
+from ._poller import Entry, Poller
 
 if TYPE_CHECKING:
     from ._engine import EngineCommunicator, Visit
@@ -45,12 +43,9 @@ WAITING_S = 0.5  # in a call, before a worker tells the others that it waits the
 WARN_S = 10.0  # in a call, before a worker logs for whom it waits
 QUIET_S = 3.0  # without a word from a worker that has said that it waits
 PATIENCE_S = 50e-6  # of the event loop, which it would take as long to wake the lane
-SPIN_S = 150e-6  # without pauses, plus what the bytes take
-SPIN_BYTES_PER_S = 1e9
-FIRST_PAUSE_S, MAX_PAUSE_S = 20e-6, 1e-3
 
-Poll: TypeAlias = Callable[[float], bool]
-"""Tells whether an exchange is over, after a pause of so many seconds if it is not."""
+Poll: TypeAlias = Callable[[], bool]
+"""Tells whether an exchange is over; does not wait."""
 
 
 @final
@@ -128,14 +123,11 @@ class Transport(ABC):
     Attributes:
         rank: The number of this worker among all.
         size: How many there are.
-        lock: Held during calls of the engine where the event loop's thread may make some too, in
-            turn with the lane's; None where it may not.
         added: The names of dtypes that `add` adds up, as NumPy does, and fast.
     """
 
     rank: int
     size: int
-    lock: Lock | None = None
     added: Sequence[str] = ()
 
     @abstractmethod
@@ -184,8 +176,8 @@ class Transport(ABC):
         """Make the group useless for everybody, so that those who wait in the engine return."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Give the engine back, after a group that has worked to its end."""
+    def close(self) -> Poll:
+        """Begin to give the engine back, after a group that has worked to its end."""
 
 
 def joined(parts: list[Any]) -> Array:
@@ -212,28 +204,30 @@ class GroupEndedError(Exception):
 
 @final
 class Link:
-    """The lane, the engine and what is known of the others: what a group shares with its splits.
+    """The engine and what is known of the others: what a group shares with its splits.
+
+    Args:
+        transport: Moves the bytes.
+        poller: Performs the calls, with those of other groups.
 
     Attributes:
-        transport: Moves the bytes.
+        transport: The same.
+        poller: The same.
         ended: Why the group has ended; set once, by the loop's thread or the lane's.
         members: The communicators that use it.
     """
 
-    def __init__(self, transport: Transport, lane: Lane) -> None:
+    def __init__(self, transport: Transport, poller: Poller) -> None:
         self.transport = transport
-        self.lane = lane
+        self.poller = poller
         self.ended: Failure | None = None
         self.members: list[EngineCommunicator] = []
         self._completions: CompletionQueue | None = None
         self._is_told = False  # of the end, to the others
-        self._waiting: dict[tuple[str, int], int] = {}
-        self._passed: dict[tuple[str, int], int] = {}
         self._left: dict[tuple[str, int], int] = {}
         self._words: dict[int, tuple[float, Note]] = {}  # the newest of each worker, and since when
-        self._late: Visit | None = None  # that waits for others
+        self._words_of: dict[tuple[str, int], Note] = {}  # likewise, in each group
         self._held: list[object] = []
-        self._queued: deque[Op[object]] = deque()  # on the lane
         self._patience_s = PATIENCE_S
 
     def completions(self) -> CompletionQueue:
@@ -244,30 +238,30 @@ class Link:
         return known
 
     def put(self, fn: Callable[..., object], *args: object) -> Op[object]:
-        """Queue a call of the engine; on the event loop."""
-        op: Op[object] = Op(self.completions(), self._in_turn, (fn, *args), {}, self.lane)
-        self._queued.append(op)
-        op.put()
+        """Make a call of the engine, whatever waits; on the event loop."""
+        op: Op[object] = Op(self.completions(), fn, args, {})
+        self.poller.put(op)
         return op
 
-    def visit(self, visit: Visit) -> None:
-        """Perform a visit; on the event loop.
+    def visit(self, visit: Visit, queue: deque[Entry]) -> None:
+        """Perform a visit behind those of its queue; on the event loop.
 
         One that a task waits for is attempted here, and at once, as the loop may be busy next: to
         wake the lane and to be woken by it takes longer than an exchange with workers that have
         come. The lane gets what is not over then.
         """
-        lock, is_over = self.transport.lock, False
-        is_attempted = visit.call.is_awaited and lock is not None and not self._queued
+        poller, is_over = self.poller, False
+        lock = poller.lock
+        is_attempted = visit.call.is_awaited and not queue and not poller.has_jobs
         if lock is None or not is_attempted or not lock.acquire(blocking=False):
-            self.put(visit.perform)  # the lane may be busy for another group
+            poller.add(queue, visit)  # the lane may be in the middle of another group's call
             return
         try:
             is_over = visit.attempt(self._patience_s)
         finally:
             lock.release()
             if not is_over:
-                self.put(visit.perform)
+                poller.add(queue, visit)
         # Who is early is so again: it looks once, until the others are the early ones.
         self._patience_s = PATIENCE_S if visit.has_met else 0.0
         if is_over:
@@ -278,40 +272,6 @@ class Link:
         self._held.append(what)
 
     # ---- on the lane's thread ------------------------------------------------------------
-
-    def _in_turn(self, fn: Callable[..., object], *args: object) -> object:
-        try:
-            with self.transport.lock or nullcontext():
-                return fn(*args)
-        finally:
-            self._queued.popleft()
-
-    def finish(self, visit: Visit, poll: Poll, num_bytes: int) -> None:
-        """Wait for an exchange.
-
-        Raises:
-            GroupEndedError: If the group has ended, by whatever it was.
-        """
-        try:
-            spin_until = monotonic() + SPIN_S + num_bytes / SPIN_BYTES_PER_S
-            while not poll(0.0):
-                if monotonic() >= spin_until:
-                    self._wait(visit, poll)
-                    break
-            visit.start = monotonic()  # a timeout is for waiting: what came took its time
-        except BaseException:
-            self.hold(poll)
-            raise
-
-    def _wait(self, visit: Visit, poll: Poll) -> None:
-        pause = FIRST_PAUSE_S
-        self._late = visit
-        try:
-            while not poll(pause):
-                pause = min(pause * 1.25, MAX_PAUSE_S)
-                self.look(visit)
-        finally:
-            self._late = None
 
     def look(self, visit: Visit) -> None:
         """Look for notes and at the clock.
@@ -342,51 +302,42 @@ class Link:
         self._hear(note, now)
 
     def _hear(self, note: Note, now: float) -> None:
-        key = note.group, note.rank
         self._words[note.rank] = now, note
-        self._waiting[key] = note.number
-        if note.kind == PASSED:
-            self._passed[key] = note.number
+        self._words_of[note.group, note.rank] = note
 
     def passed(self, visit: Visit) -> None:
         """Tell those who still wait in a call that this worker has ended it, not stopped in it."""
         if visit.is_told:
             self._say(visit, PASSED, monotonic())
 
-    def absent(self) -> tuple[int, ...] | None:
-        """Return who has not come to the call that the lane waits in; None if it waits in none."""
-        visit = self._late
-        return None if visit is None else self._missing(visit)
-
-    def _missing(self, visit: Visit) -> tuple[int, ...]:
+    def missing(self, visit: Visit) -> tuple[int, ...]:
         """Return who has not said that it waits in the call."""
-        number = visit.call.number
+        group, words = visit.group, self._words_of
         return tuple(
             member
-            for member in visit.group.ranks
-            if self._waiting.get((visit.group.name, member), -1) < number
+            for member in group.ranks
+            if (word := words.get((group.name, member))) is None or word.number < visit.call.number
         )
 
     def _stopped(self, visit: Visit, now: float) -> tuple[int, ...]:
         """Return who has said that it waits in the call, and says nothing any more."""
         quiet_s = QUIET_S if visit.timeout is None else min(QUIET_S, 0.6 * visit.timeout)
+        group, words = visit.group, self._words_of
         return tuple(
             member
-            for member in visit.group.ranks
-            if self._waiting.get((visit.group.name, member), -1) == visit.call.number
-            and self._passed.get((visit.group.name, member), -1) < visit.call.number
+            for member in group.ranks
+            if (word := words.get((group.name, member))) is not None
+            and (word.kind, word.number) == (WAITING, visit.call.number)
             and self._words[member][0] + quiet_s < now
         )
 
-    def _elsewhere(self, members: Iterable[int], group: str) -> tuple[int, ...]:
-        """Return those of some workers who wait in calls of other groups."""
-        return tuple(
-            member
-            for member in members
-            if member in self._words
-            and self._words[member][1].kind == WAITING
-            and self._words[member][1].group != group
-        )
+    def _elsewhere(self, members: Iterable[int], group: str) -> dict[int, Note]:
+        """Return those of some workers who wait in calls of other groups, and what they say."""
+        return {
+            rank: word
+            for (name, rank), word in sorted(self._words_of.items(), reverse=True)
+            if rank in members and word.kind == WAITING and name != group
+        }
 
     def _stalled(self, visit: Visit, timeout: float, now: float) -> Failure:
         """Say for whom a call has waited too long: it has not come, or has stopped in it.
@@ -401,7 +352,7 @@ class Link:
                 f"meet, which does not answer. Noticed in {what}, after {timeout:g} s."
             )
             return Failure(STALLED, text, silent, timeout)
-        missing, stopped = self._missing(visit), self._stopped(visit, now)
+        missing, stopped = self.missing(visit), self._stopped(visit, now)
         elsewhere = self._elsewhere(missing, visit.group.name)
         absent = tuple(member for member in missing if member not in elsewhere)
         if absent or not (stopped or elsewhere):
@@ -414,9 +365,8 @@ class Link:
             )
             return Failure(STALLED, text, stopped, timeout)
         where = ", ".join(
-            f"worker {each} waits in {self._words[each][1].text} of {_group_in_words(other)}"
-            for each in elsewhere
-            for other in [self._words[each][1].group]
+            f"worker {each} waits in {word.text} of {_group_in_words(word.group)}"
+            for each, word in sorted(elsewhere.items())
         )
         own = self.transport.rank
         text = (
@@ -428,7 +378,7 @@ class Link:
 
     def _warn(self, visit: Visit, now: float) -> None:
         """Log for whom a call waits, and the newest word of every worker."""
-        missing = self.transport.unreachable() or self._missing(visit) or self._stopped(visit, now)
+        missing = self.transport.unreachable() or self.missing(visit) or self._stopped(visit, now)
         who = workers_in_words(missing).lower() if missing else "the others"
         words = "; ".join(
             f"worker {rank} {'waits in' if note.kind == WAITING else 'has ended'} {note.text}"
@@ -474,7 +424,7 @@ class Link:
         if self.ended is not None:
             raise GroupEndedError(self.ended)
 
-    def end(self, failure: Failure) -> None:
+    def end(self, failure: Failure) -> NoReturn:
         """End the group for all workers.
 
         Raises:
@@ -489,6 +439,11 @@ class Link:
         """Tell the others why the group has ended, and let those in the engine return."""
         self._tell()
         self.transport.end()
+
+    def give_up_quietly(self) -> None:
+        """Do so where nobody is left to be told of an engine that fails in it."""
+        with suppress(Exception):
+            self.give_up()
 
     def _tell(self) -> None:
         failure = self.ended

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
-from aioreplica.cluster import _engine, _transport
+from aioreplica.cluster import _engine, _poller, _transport
 from aioreplica.cluster._communicator import AGREE, NOTHING, Call
 from aioreplica.cluster._transport import NOTE_BYTES, PATIENCE_S, Note
 from aioreplica.errors import ContextError, StallError, WorkerLostError
@@ -138,7 +138,7 @@ async def test_a_worker_may_close_when_it_has_made_the_call_that_others_are_in()
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The clock of the lanes, which a test sets."""
     now = [0.0]
-    for module in (_engine, _transport):
+    for module in (_engine, _poller, _transport):
         monkeypatch.setattr(module, "monotonic", lambda: now[0])
     return now
 
@@ -286,7 +286,7 @@ async def test_who_comes_last_exchanges_on_the_event_loop_and_the_first_on_its_l
         assert rows.tolist() == [[1.0], [2.0]]
         assert totals is None
     assert sorted(meeting.asked) == [(0, False), (1, True)]
-    assert group[1].link.lane.statistics().done == 0
+    assert group[1].link.poller.lane.statistics().done == 0
     assert [c.link._patience_s for c in group] == [0.0, PATIENCE_S]  # who is early is so again
     await asyncio.gather(*(each.aclose() for each in group))
 
@@ -374,11 +374,11 @@ async def test_what_is_called_behind_a_call_that_is_attempted_is_performed_behin
 
 async def test_a_call_goes_to_the_lane_while_the_engine_is_busy_for_another_group() -> None:
     group, meeting = attempted(), Meeting()
-    lock = group[1].link.transport.lock
+    lock = group[1].link.poller.lock
     assert lock is not None
     with lock:
         calls = [meeting.call(c) for c in group]
-        await until(lambda: bool(group[1].link._queued))
+        await until(lambda: bool(group[1].queue))
     await asyncio.gather(*calls)
     assert sorted(meeting.asked) == [(0, False), (1, False)]
     await asyncio.gather(*(each.aclose() for each in group))

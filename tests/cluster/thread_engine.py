@@ -6,7 +6,6 @@ with engines that read an array while it goes out. So what is written too early 
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections import Counter
@@ -18,6 +17,7 @@ import numpy as np
 from aioreplica.cluster import Communicator
 from aioreplica.cluster._communicator import Failure
 from aioreplica.cluster._engine import EngineCommunicator
+from aioreplica.cluster._poller import Poller
 from aioreplica.cluster._transport import Group, Link, Note, Poll, Transport
 from aioreplica.devices import Lane
 
@@ -33,7 +33,7 @@ class Wires:
     """
 
     def __init__(self, size: int) -> None:
-        self.changed = threading.Condition()
+        self.changed = threading.Lock()
         self.sent: dict[tuple[str, int, int, int], Any] = {}
         self.notes: list[list[Note]] = [[] for _ in range(size)]
         self.num_looks = [0] * size
@@ -51,19 +51,15 @@ class ThreadTransport(Transport):
     Args:
         wires: What it shares with the others.
         rank: Of this worker.
-        is_attempted: Whether calls may be made on the event loop's thread, too.
         added: The dtypes that `add` is for.
 
     Attributes:
         num_added: How often it was called.
     """
 
-    def __init__(
-        self, wires: Wires, rank: int, *, is_attempted: bool = False, added: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, wires: Wires, rank: int, *, added: Sequence[str] = ()) -> None:
         self.added, self.num_added = added, 0
         self.rank, self.size = rank, len(wires.notes)
-        self.lock = threading.Lock() if is_attempted else None
         self._wires = wires
         self._num_exchanges: Counter[str] = Counter()  # by group
 
@@ -88,8 +84,8 @@ class ThreadTransport(Transport):
         poll = self.all_gather(group, array, rows)
         self.num_added += 1
 
-        def add_once_taken(pause_s: float) -> bool:
-            is_over = poll(pause_s)
+        def add_once_taken() -> bool:
+            is_over = poll()
             if is_over:
                 np.add(array, rows[1 - group.rank], out=array)
             return is_over
@@ -105,22 +101,14 @@ class ThreadTransport(Transport):
         coming = {(group.name, number, each, own): rows[each] for each in senders}
         with wires.changed:
             wires.sent.update(zip(going, parts.values(), strict=True))
-            wires.changed.notify_all()
 
-        def poll(pause_s: float) -> bool:
+        def poll() -> bool:
             with wires.changed:
                 if wires.has_ended:
                     raise WiresEndedError
                 for key in [key for key in coming if key in wires.sent]:
                     np.copyto(coming.pop(key), wires.sent.pop(key))
-                    wires.changed.notify_all()
-                if not coming and not any(key in wires.sent for key in going):
-                    return True
-                if pause_s:
-                    wires.changed.wait(pause_s)
-            if not pause_s:
-                os.sched_yield()
-            return False
+                return not coming and not any(key in wires.sent for key in going)
 
         return poll
 
@@ -145,10 +133,9 @@ class ThreadTransport(Transport):
     def end(self) -> None:
         with self._wires.changed:
             self._wires.has_ended = True
-            self._wires.changed.notify_all()
 
-    def close(self) -> None:
-        """What others wait for is on the wires already."""
+    def close(self) -> Poll:
+        return lambda: True  # what others wait for is on the wires already
 
 
 @final
@@ -163,17 +150,24 @@ class ThreadCommunicator(EngineCommunicator):
         wires: Wires | None = None,
         is_attempted: bool = False,
         added: Sequence[str] = (),
+        beside: Sequence[ThreadCommunicator] = (),
     ) -> tuple[ThreadCommunicator, ...]:
+        """Make a group; `beside` another one, on the threads of that."""
         wires = Wires(size) if wires is None else wires
         ranks = tuple(range(size))
-        lanes = [Lane(f"worker:{rank}", nice=0) for rank in ranks]
-        links = [
-            Link(ThreadTransport(wires, rank, is_attempted=is_attempted, added=added), lanes[rank])
-            for rank in ranks
+        pollers = [c.link.poller for c in beside] or [
+            new_poller(f"worker:{rank}", is_attempted=is_attempted) for rank in ranks
         ]
-        for link in links:
-            weakref.finalize(link, link.lane.stop).atexit = False
+        links = [Link(ThreadTransport(wires, rank, added=added), pollers[rank]) for rank in ranks]
         return tuple(ThreadCommunicator(link, ranks, timeout) for link in links)
 
     async def _shrink(self) -> Communicator:
         raise NotImplementedError
+
+
+def new_poller(name: str, *, is_attempted: bool) -> Poller:
+    """Return a poller whose thread ends when nothing uses it."""
+    lane = Lane(name, nice=0)
+    poller = Poller(lane, threading.Lock() if is_attempted else None)
+    weakref.finalize(poller, lane.stop).atexit = False
+    return poller

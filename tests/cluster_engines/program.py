@@ -18,7 +18,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import aioreplica as ar
-from aioreplica.cluster import ClusterResolver, Communicator, MpiCommunicator, _mpi, connect
+from aioreplica.cluster import (
+    ClusterResolver,
+    Communicator,
+    MpiCommunicator,
+    TorchCommunicator,
+    _mpi,
+    connect,
+)
 from aioreplica.cluster._engine import EngineCommunicator
 from aioreplica.cluster._transport import Link
 from tests.cluster import communicator_contract
@@ -217,6 +224,35 @@ async def often(c: Communicator, argument: str) -> Any:
         gc.collect()
         await asyncio.sleep(0.01)
     return left
+
+
+async def several(c: Communicator, argument: str) -> Any:
+    """Use two strategies, and two splits, in opposite orders; one hangs while the others work."""
+    if isinstance(c, MpiCommunicator):
+        second: Communicator = await MpiCommunicator.connect(timeout=TIMEOUT_S)
+    else:
+        second = await TorchCommunicator.connect(ar.cluster.resolve(), timeout=TIMEOUT_S)
+    splits = [c.split(range(c.size)) for _ in range(2)]
+    totals = []
+    for pair in ((c, second), splits):
+        calls = {each: each.all_reduce(each.rank) for each in pair[:: 1 - 2 * c.rank]}
+        totals += [int(await calls[each]) for each in pair]
+    hanging = c.barrier() if c.rank == 0 else None
+    for number in range(50):
+        totals.append(int(await second.all_reduce(number)))
+        totals.append(int(await splits[number % 2].all_reduce(number)))
+    start = time.monotonic()
+    await second.aclose()
+    took, failure = time.monotonic() - start, second.statistics().failure
+    names = ("aioreplica torch.distributed", "aioreplica mpi")
+    num_lanes = sum(each.name.startswith(names) for each in threading.enumerate())
+    is_early = hanging is not None and not hanging.done()
+    if hanging is not None:
+        Path(argument, "0").touch()
+    await until_said(argument, 1)
+    await (hanging or c.barrier())
+    return {"totals": totals, "early": is_early, "took": took, "failure": failure,
+            "lanes": num_lanes}  # fmt: skip
 
 
 async def waiting(c: Communicator, argument: str) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from aioreplica.cluster._transport import MAX_PAUSE_S
+from aioreplica.cluster._poller import MAX_PAUSE_S
 from tests.cluster.communicator_contract import CHECKS
 from tests.cluster_engines.launching import (
     PROGRAM,
@@ -207,6 +207,21 @@ def test_a_second_connection(launch: Launcher) -> None:
 def test_connections_that_are_closed_and_dropped_leave_no_thread(launch: Launcher) -> None:
     """Those that are left: of the first, which the program holds, and of the newest."""
     assert max(results_of(launch(2, "often"), 2)) <= 2
+
+
+@both
+def test_several_strategies_share_a_lane_and_have_no_order(
+    launch: Launcher, tmp_path: Path
+) -> None:
+    """Opposite orders work, and so do the others while one waits; it closes no later for that."""
+    expected = [1] * 4 + [2 * (number // 2) for number in range(100)]
+    results = results_of(launch(2, "several", str(tmp_path)), 2)
+    for each in results:
+        assert each["totals"] == expected
+        assert each["took"] < SECONDS
+        assert "This communicator was closed." in each["failure"]
+        assert each["lanes"] == 1
+    assert [each["early"] for each in results] == [True, False]
 
 
 @both

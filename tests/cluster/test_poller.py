@@ -1,0 +1,236 @@
+"""Several communicators on one lane of each worker: each waits for its own workers only."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import aioreplica as ar
+from aioreplica.cluster import Communicator, LocalCommunicator, _engine, _poller, _transport
+from aioreplica.cluster._communicator import AGREE, NOTHING, Call
+from aioreplica.cluster._torch import TorchTransport
+from aioreplica.cluster._transport import PASSED, WAITING, Note
+from aioreplica.errors import StallError, WorkerLostError
+from aioreplica.typing import ReduceOp
+from tests.cluster.thread_engine import ThreadCommunicator, Wires
+from tests.strategies.workers import only
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_task_left")]
+
+Group = Sequence[Communicator]
+
+
+def threads(size: int = 2, **options: Any) -> tuple[tuple[ThreadCommunicator, ...], ...]:
+    """Return two groups of the same workers."""
+    first = ThreadCommunicator.group(size, timeout=60.0, **options)
+    return first, ThreadCommunicator.group(size, timeout=60.0, beside=first)
+
+
+def local() -> tuple[Group, Group]:
+    return LocalCommunicator.group(2, timeout=60.0), LocalCommunicator.group(2, timeout=60.0)
+
+
+def thread_splits() -> tuple[Group, Group]:
+    whole = ThreadCommunicator.group(2, timeout=60.0)
+    return [c.split([0, 1]) for c in whole], [c.split([0, 1]) for c in whole]
+
+
+def a_group_and_its_split() -> tuple[Group, Group]:
+    whole = ThreadCommunicator.group(2, timeout=60.0)
+    return whole, [c.split([1, 0]) for c in whole]
+
+
+async def close(*groups: Group) -> None:
+    await asyncio.gather(*(c.aclose() for group in reversed(groups) for c in group))
+
+
+ORDERS = [
+    "".join("a" if place in places else "b" for place in range(4))
+    for places in combinations(range(4), 2)
+]
+
+
+@pytest.mark.parametrize("make", [threads, thread_splits, a_group_and_its_split, local])
+async def test_order_is_that_of_each_communicator_and_no_other(make: Callable[[], Any]) -> None:
+    """Two calls of each of two groups, in every order on both workers."""
+    first, second = make()
+    for mine in ORDERS:
+        for theirs in ORDERS:
+            calls = []
+            for rank, order in enumerate((mine, theirs)):
+                number = {"a": 1, "b": 100}
+                for name in order:
+                    group = first if name == "a" else second
+                    calls.append((name, number[name], group[rank].all_reduce(number[name])))
+                    number[name] += 1
+            for name, number_, call in calls:
+                assert int(await call) == 2 * number_, (mine, theirs, name)
+    await close(first, second)
+
+
+async def test_two_strategies_run_in_opposite_order() -> None:
+    async def step(value: float) -> Any:
+        ctx = ar.get_replica_context()
+        assert ctx is not None
+        started = ctx.start_all_reduce("sum", np.full(5000, value))
+        return await ctx.all_reduce("sum", value), (await started)[-1]
+
+    async def worker(rank: int, made: Sequence[ar.MultiWorkerMirroredStrategy]) -> Any:
+        one, two = made
+        async with one, two:
+            runs = [one.run(step, (1.0,)), two.run(step, (2.0,))]
+            tasks = [asyncio.ensure_future(each) for each in runs[:: 1 - 2 * rank]]
+            results = await asyncio.gather(*tasks)
+            return [two.local_results(each) for each in results[:: 1 - 2 * rank]]
+
+    groups = threads()
+    with only(1):
+        made = [
+            [ar.MultiWorkerMirroredStrategy(group[rank]) for group in groups] for rank in (0, 1)
+        ]
+    for results in await asyncio.gather(*(worker(rank, made[rank]) for rank in (0, 1))):
+        assert results == [((2.0, 2.0),), ((4.0, 4.0),)]
+
+
+async def test_a_call_that_hangs_keeps_no_other_communicator_from_its_own() -> None:
+    hanging, working = threads()
+    waits = hanging[0].barrier()
+    for number in range(20):
+        totals = await asyncio.gather(*(c.all_reduce(number) for c in working))
+        assert [int(total) for total in totals] == [2 * number] * 2
+    assert not waits.done()
+    await asyncio.gather(waits, hanging[1].barrier())
+    await close(hanging, working)
+
+
+async def test_the_event_loop_begins_calls_while_another_group_waits() -> None:
+    hanging, working = threads(is_attempted=True)
+    waits, asked = hanging[0].barrier(), set()
+
+    def call(c: ThreadCommunicator) -> asyncio.Future[Any]:
+        def agrees(_rows: Any) -> bool:
+            asked.add((c.rank, threading.get_ident() == loop_thread))
+            return False
+
+        brings = lambda: np.ones(1)  # noqa: E731
+        return c._launch(
+            Call(AGREE, NOTHING, ReduceOp.SUM, agrees=agrees, brings=brings, is_awaited=True)
+        )
+
+    loop_thread = threading.get_ident()
+    async with asyncio.timeout(60):
+        while (1, True) not in asked:  # unless the lane was just looking, which is seldom
+            working[0].link._patience_s, working[1].link._patience_s = 0.0, 60.0
+            await asyncio.gather(*map(call, working))
+    assert not waits.done()
+    await asyncio.gather(waits, hanging[1].barrier())
+    await close(hanging, working)
+
+
+async def test_one_strategy_may_close_while_another_one_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_engine, "CLOSE_S", 60.0)
+    hanging, closing = threads()
+    waits = hanging[0].barrier()
+    await asyncio.gather(*(c.barrier() for c in closing))
+    await close(closing)
+    assert [c.link.ended for c in closing] == [None, None]
+    await asyncio.gather(waits, hanging[1].barrier())
+    await close(hanging)
+
+
+async def test_a_group_leaves_behind_the_abandoned_calls_of_its_splits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_engine, "CLOSE_S", 60.0)
+    groups = ThreadCommunicator.group(2, timeout=60.0)
+    splits = [c.split([0, 1]) for c in groups]
+    splits[0].all_reduce(1).cancel()
+    closing = asyncio.gather(groups[0].aclose(), splits[0].aclose())
+    assert int(await splits[1].all_reduce(1)) == 2
+    await closing
+    assert groups[0].link.ended is None
+    await close(groups[1:], splits[1:])
+
+
+async def test_the_end_of_a_group_is_seen_by_all_of_its_heads_and_by_no_other_group() -> None:
+    ending, working = threads()
+    splits = [[c.split([0, 1]) for c in ending] for _ in range(2)]
+    waits = [group[0].all_reduce(1) for group in (ending, *splits)]
+    other = working[0].all_reduce(1)
+    ending[1].abort("the disk is full")
+    for error in await asyncio.gather(*waits, return_exceptions=True):
+        assert isinstance(error, WorkerLostError)
+        assert "Worker 1 ended the group: the disk is full" in str(error)
+    assert [int(n) for n in await asyncio.gather(other, working[1].all_reduce(1))] == [2, 2]
+    await close(ending, *splits, working)
+
+
+async def test_a_call_for_no_queue_is_made_while_all_heads_wait() -> None:
+    """To connect another strategy, for example, or to shrink."""
+    (first, second), other = threads()
+    waits = [first.barrier(), other[0].barrier()]
+    made = first.link.put(threading.get_ident)
+    assert await made != threading.get_ident()
+    await asyncio.gather(*waits, second.barrier(), other[1].barrier())
+    await close((first, second), other)
+
+
+async def test_who_waits_in_two_groups_is_missed_in_neither(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is said last, of one group, takes nothing back of what was said of the other."""
+    now, wires = [0.0], Wires(3)
+    for module in (_engine, _poller, _transport):
+        monkeypatch.setattr(module, "monotonic", lambda: now[0])
+    whole = ThreadCommunicator.group(3, timeout=60.0, wires=wires)
+    splits = [c.split([0, 1, 2]) for c in whole]
+    waits = [c.all_reduce(1) for rank in (0, 1) for c in (whole[rank], splits[rank])]
+
+    async def have_looked() -> None:
+        before = wires.num_looks[:2]
+        async with asyncio.timeout(60):
+            while any(wires.num_looks[rank] <= before[rank] + 8 for rank in (0, 1)):
+                now[0] += 1e-6
+                await asyncio.sleep(0)
+
+    for now[0] in (1.0, 2.0, 58.0, 59.0):
+        await have_looked()
+    now[0] = 62.0
+    for error in await asyncio.gather(*waits, return_exceptions=True):
+        assert isinstance(error, StallError)
+        assert error.ranks == (2,)
+        assert "Worker 2 did not come to all_reduce #0 within 60 s" in str(error)
+    await close(whole, splits)
+
+
+async def test_the_store_keeps_the_newest_word_of_a_worker_in_each_group() -> None:
+    kept: dict[str, bytes] = {}
+    raw = SimpleNamespace(
+        set=kept.__setitem__, add=lambda _key, _amount: 0,
+        multi_get=lambda keys: [kept.get(key, b"") for key in keys],
+    )  # fmt: skip
+    store = SimpleNamespace(raw=raw, ask=lambda fn: fn())
+    speaker, listener = object.__new__(TorchTransport), object.__new__(TorchTransport)
+    for rank, each in enumerate((speaker, listener)):
+        each.rank, each.size, each.store = rank, 2, store  # type: ignore[assignment]
+        each._own_words, each._num_words, each._num_read = {}, 0, 0
+        each._words = [b"", b""]
+    said = [Note(WAITING, 0, "", 4, "barrier #4"), Note(WAITING, 0, "/0,1.0", 7, "two\nlines")]
+    for note in said:
+        speaker.tell(note)
+    assert listener._read(with_words=True) == said
+    speaker.tell(Note(PASSED, 0, "", 4, "barrier #4"))
+    assert [note.kind for note in listener._read(with_words=True)] == [WAITING, PASSED]
+    for number in range(100):
+        speaker.tell(Note(WAITING, 0, f"/0,1.{number}", 0, "x" * 2000))
+    assert len(kept["word/0"]) < 20_000
+    assert listener._read(with_words=True)[-1].group == "/0,1.99"
