@@ -13,6 +13,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from contextvars import Context
 from threading import Lock
 from time import monotonic
 from typing import Any, Protocol, final
@@ -128,7 +129,8 @@ class Poller:
         """Start the lane's op unless it runs; tell whether it did. First: it may be refused."""
         if self._is_running:
             return True
-        self.lane.put(Op(completions, self._run, (), {}))
+        # In no context of a caller: it may go on for long, and entries have their own.
+        self.lane.put(Context().run(Op, completions, self._run, (), {}))
         self._is_running = True
         return False
 

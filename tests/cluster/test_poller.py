@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable, Sequence
+from contextvars import Context, ContextVar
 from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -182,6 +185,34 @@ async def test_a_call_for_no_queue_is_made_while_all_heads_wait() -> None:
     assert await made != threading.get_ident()
     await asyncio.gather(*waits, second.barrier(), other[1].barrier())
     await close((first, second), other)
+
+
+class Thing:
+    """Something that a context variable holds."""
+
+
+async def test_the_lane_keeps_no_context_of_a_call_that_is_over() -> None:
+    """It may be busy for others for as long as the program runs."""
+    variable, context = ContextVar[Thing]("thing"), Context()
+    things = WeakSet[Thing]()
+    working, hanging = threads()
+
+    def first_call() -> asyncio.Future[Any]:
+        variable.set(thing := Thing())
+        things.add(thing)
+        return working[0].all_reduce(1)
+
+    call = context.run(first_call)
+    waits = hanging[0].barrier()
+    assert [int(n) for n in await asyncio.gather(call, working[1].all_reduce(1))] == [2, 2]
+    del context, call
+    async with asyncio.timeout(60):
+        while len(things):
+            gc.collect()
+            await asyncio.sleep(0)
+    assert not waits.done()
+    await asyncio.gather(waits, hanging[1].barrier())
+    await close(working, hanging)
 
 
 async def test_who_waits_in_two_groups_is_missed_in_neither(
