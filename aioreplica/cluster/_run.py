@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from ..collectives import SLOT_BYTES, Carry, Summands, gather_bytes, no_data
 from ..errors import ReplicaRow, WorkerLostError
-from ..replica import STARTED_ALL_REDUCE, Generation, Pending
+from ..replica import STARTED_ALL_REDUCE, Generation, Pending, Reducing
+from ..replica import Call as ReplicaCall
 from ._communicator import Communicator
-from ._exchange import NOTHING_AHEAD, Exchange
+from ._exchange import NOTHING_AHEAD, Exchange, Part
 from ._frame import Closed, Differs, Failed, Frame, FrameKind, cut_text, digest_of
 from ._rows import WorkerRows, cause_of, workers_mismatch_error
 
@@ -43,7 +44,8 @@ class WorkersRun:
     """
 
     __slots__ = (
-        "ended_by", "function", "is_over", "local_rows", "number", "step", "tail", "workers",
+        "_newest", "ended_by", "function", "is_over", "local_rows", "number", "step", "tail",
+        "workers",
     )  # fmt: skip
 
     def __init__(self, workers: Workers, function: str, step: int | None) -> None:
@@ -55,6 +57,8 @@ class WorkersRun:
         self.ended_by: Exception | None = None
         self.local_rows: Callable[[], Sequence[ReplicaRow]] | None = None
         self.tail: OpenTurn | None = None
+        # Reductions that no other operation has come behind.
+        self._newest: tuple[Exchange[None], Pending] | None = None
 
     @property
     def first_replica(self) -> int:
@@ -92,19 +96,47 @@ class WorkersRun:
         """Take a turn for a generation that is complete here; return what to await."""
         call = generation.calls[0]
         collective = call.collective
-        signature = collective.signature(call)
-        turn = self.turn(collective.name, signature, call.sequence, call.describe)
+        across = collective.across
+        if isinstance(collective, Reducing):
+            local = collective.combine(generation.group, generation.calls)
+            if type(local) is Summands and local.is_whole:
+                return self._reduce(call, collective, local)
+            across = partial(collective.across_later, local)
+        turn = self.turn(collective.name, collective.signature(call), call.sequence, call.describe)
         turn.is_awaited = collective is not STARTED_ALL_REDUCE
         try:
-            merging = collective.across(generation.group, generation.calls, turn)
+            merging = across(generation.group, generation.calls, turn)
         except BaseException:
             turn.end()
             raise
-        pending = merging if type(merging) is Pending else Pending(merging, _as_they_are)
-        pending.turn = turn
-        if type(pending.awaitable) is Exchange:
-            pending.tell = pending.awaitable.tell
+        return Pending(merging, lambda _calls, parts: parts, turn)
+
+    def _reduce(self, call: ReplicaCall, collective: Reducing, summands: Summands) -> Pending:
+        """Reduce over all workers, with the reductions that were started just before if it can."""
+        name, signature = collective.name, collective.signature(call)
+        digest = digest_of(name, signature, summands.layout)
+        of_it = FrameKind.COLLECTIVE, 0, self.function, call.sequence, 0, digest, summands.slot
+        part: Part = tuple.__new__(Frame, of_it), summands, call  # as `Frame(*of_it)`, quicker
+        if self._newest is not None:
+            exchange, pending = self._newest
+            if pending.to_parts is collective.hand_out and exchange.join(part):
+                return pending
+        turn = self.turn(name, signature, call.sequence)  # it names no call, and keeps none
+        is_awaited = collective is not STARTED_ALL_REDUCE
+        parts: list[Part] = [part]
+        told = partial(_told_of_first, parts)
+        exchange = Exchange(self, parts, told, can_fuse=True, is_awaited=is_awaited)
+        pending = Pending(
+            exchange, collective.hand_out, turn, tell=exchange.tell, take=exchange.take
+        )
+        self._newest = exchange, pending
+        turn.enter(exchange, is_last=True)
         return pending
+
+    def forget(self, exchange: Exchange[Any]) -> None:
+        """Learn that an exchange is over: nothing joins it any more."""
+        if self._newest is not None and self._newest[0] is exchange:
+            self._newest = None
 
     def absent_workers(self) -> tuple[int, ...] | None:
         """Return the workers that have not come to where this one waits; None if not known."""
@@ -120,7 +152,7 @@ class WorkersRun:
     ) -> OpenTurn:
         """Take the turn after those that were taken before."""
         turn = OpenTurn(self, what, signature, sequence, self.tail, describe)
-        self.tail = turn
+        self.tail, self._newest = turn, None
         return turn
 
     def fail(self, error: BaseException) -> None:
@@ -131,13 +163,13 @@ class WorkersRun:
         cause = cut_text(cause_of(error), SLOT_BYTES)
         frame = Frame(FrameKind.FAILED, 0, self.function, slot=cause)
         if not self.workers.is_broken:
-            Exchange(self, frame, _told("the failure"), no_data).enter()
+            Exchange(self, [(frame, NOTHING_AHEAD, None)], _told("the failure"), no_data).enter()
 
     def leave(self, error: BaseException | None) -> Exchange[list[bytes]]:
         """Tell the other workers that this one is closed, and why: the last operation there is."""
         cause = b"" if error is None else cut_text(cause_of(error), SLOT_BYTES)
         frame = Frame(FrameKind.CLOSED, 0, slot=cause)
-        goodbye = Exchange(self, frame, _told("the end"), no_data)
+        goodbye = Exchange(self, [(frame, NOTHING_AHEAD, None)], _told("the end"), no_data)
         goodbye.enter()
         return goodbye
 
@@ -268,29 +300,30 @@ class OpenTurn:
             FrameKind.COLLECTIVE, run.number or 0, run.function, self._sequence, stage, digest, slot
         )
         exchange = Exchange(
-            run, frame, partial(self._told, what, signature, layout), carry, ahead or NOTHING_AHEAD,
+            run, [(frame, ahead or NOTHING_AHEAD, None)],
+            partial(self._told, what, signature, layout), carry,
             can_fuse=is_last and ahead is not None and ahead.is_whole,
             is_awaited=self.is_awaited,
         )  # fmt: skip
-        if ahead is not None:
+        self.enter(exchange, is_last=is_last)
+        return exchange
+
+    def enter(self, exchange: Exchange[Any], *, is_last: bool) -> None:
+        """Let an exchange begin when the turns before have ended."""
+        if exchange.parts[0][1] is not NOTHING_AHEAD:
             self._lent = exchange
         before, self._before = self._before, None
         if before is None or before.has_ended:
-            self._enter(exchange, is_last)
+            self._begin(exchange, is_last)
         else:
-            enter = partial(self._enter, exchange, is_last)
-            before._next = partial(exchange.get_loop().call_soon, enter)
-        return exchange
+            begin = partial(self._begin, exchange, is_last)
+            before._next = partial(exchange.get_loop().call_soon, begin)
 
     def _told(self, what: str, signature: str, layout: str) -> tuple[str, str]:
         name = self._what if self._describe is None else self._describe()
-        known = layout in signature  # nothing new for an error
-        return (
-            f"{what} in {name}" if what else name,
-            signature if known else f"{signature} sent as {layout}",
-        )
+        return f"{what} in {name}" if what else name, _with_layout(signature, layout)
 
-    def _enter(self, exchange: Exchange[Any], is_last: bool) -> None:
+    def _begin(self, exchange: Exchange[Any], is_last: bool) -> None:
         exchange.enter()
         if is_last:
             self.end()
@@ -309,10 +342,10 @@ class OpenTurn:
         finally:
             workers.merging = None
 
-    def give_back(self) -> Exchange[Any] | None:
-        """Go on without the replicas' own arrays; return what is reading them."""
+    def give_back(self, call: ReplicaCall | None = None) -> Exchange[Any] | None:
+        """Go on without the replicas' own arrays, of a call or of all; return what reads them."""
         lent = self._lent
-        return None if lent is None or lent.give_back() else lent
+        return None if lent is None or lent.give_back(call) else lent
 
     def end(self) -> None:
         """Let the next turn begin."""
@@ -340,9 +373,17 @@ def _failed_error(failed: Failed) -> WorkerLostError:
     )
 
 
+def _told_of_first(parts: Sequence[Part]) -> tuple[str, str]:
+    """Name the first of some reductions that were started, and say what has to be equal."""
+    _, summands, call = parts[0]
+    assert call is not None  # who joins others has a call
+    return call.describe(), _with_layout(call.collective.signature(call), summands.layout)
+
+
+def _with_layout(signature: str, layout: str) -> str:
+    """Return what has to be equal on all workers, for errors; a layout that is in it is not new."""
+    return signature if layout in signature else f"{signature} sent as {layout}"
+
+
 def _told(what: str) -> Callable[[], tuple[str, str]]:
     return lambda: (what, "")
-
-
-def _as_they_are(parts: object) -> Any:
-    return parts

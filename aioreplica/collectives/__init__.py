@@ -13,6 +13,7 @@ from ._across import join_across as join_across
 from ._across import join_run as join_run
 from ._across import no_data as no_data
 from ._across import reduce_across as reduce_across
+from ._across import reduce_summands as reduce_summands
 from ._across import reduces_to_itself as reduces_to_itself
 from ._across import runs_of as runs_of
 from ._across import share_totals as share_totals

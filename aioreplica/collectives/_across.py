@@ -14,6 +14,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, TypeVar, final
 
@@ -195,8 +196,15 @@ def reduce_across(
         In rank order, element by element.
     """
     summands = Summands(op, leaves, halves, are_lent=are_lent)
+    return reduce_summands(turn, summands, what=what, signature=signature, is_last=is_last)
+
+
+def reduce_summands(
+    turn: Turn, summands: Summands, *, what: str = "", signature: str = "", is_last: bool = False
+) -> asyncio.Future[list[Any]]:
+    """Combine what was prepared; else as `reduce_across`."""
     return turn.exchange(
-        summands.slot(), summands.carry, what=what, signature=signature, layout=summands.layout,
+        summands.slot, summands.carry, what=what, signature=signature, layout=summands.layout,
         ahead=summands, is_last=is_last,
     )  # fmt: skip
 
@@ -206,7 +214,7 @@ def runs_of(batch: Sequence[Summands]) -> list[list[Array]]:
     if len(batch) == 1:
         return [[array] for array in batch[0].arrays]
     arrays = [array for each in batch for array in each.arrays]
-    return [list(run) for _, run in groupby(arrays, lambda array: array.dtype)]
+    return [list(run) for _, run in groupby(arrays, attrgetter("dtype"))]
 
 
 def join_run(run: Sequence[Array]) -> Array:
@@ -251,13 +259,14 @@ class Summands:
         layout: Describes all leaves as they are sent, and so how many bytes go where.
         arrays: Arrays, joined where they are small; copies of them once they were given back.
         num_bytes: The size of all arrays.
+        slot: The small leaves.
         is_whole: Whether slot and arrays are all there is, so that `carry` needs no wire.
         totals: What came of each; None if that was left to `carry`.
     """
 
     __slots__ = (
         "_are_lent", "_are_read", "_halves", "_in_slot", "_is_one", "_leaves", "_lock", "_packs",
-        "_sent", "_singles", "arrays", "is_whole", "layout", "num_bytes", "op", "totals",
+        "_sent", "_singles", "arrays", "is_whole", "layout", "num_bytes", "op", "slot", "totals",
     )  # fmt: skip
 
     def __init__(
@@ -278,9 +287,15 @@ class Summands:
         self._packs: Sequence[Pack] = ()
         self._singles: Sequence[int] = ()
         self.is_whole = True
-        self._is_one = is_one = is_one_array(leaves) and not halves
+        leaf: Any = leaves[0] if len(leaves) == 1 and not halves else None
+        self._is_one = is_one = (  # which goes to other workers as it lies
+            type(leaf) is np.ndarray
+            and leaf.nbytes > SLOT_BYTES
+            and leaf.dtype.isnative
+            and leaf.flags.c_contiguous
+        )
         if is_one:
-            [leaf] = self._sent = leaves
+            self._sent, self.slot = leaves, b""
             self._in_slot: Sequence[int] = ()
             self._singles, self.arrays, self.num_bytes = (0,), [leaf], leaf.nbytes
             self.layout = form_text(leaf.dtype, leaf.shape)
@@ -300,10 +315,7 @@ class Summands:
             num_packed = sum([len(pack.indices) for pack in self._packs])
             self.is_whole = len(self._in_slot) + num_packed + len(self._singles) == len(sent)
         self.num_bytes = sum([array.nbytes for array in self.arrays])
-
-    def slot(self) -> bytes:
-        """Return the small leaves."""
-        return b"".join([as_bytes(self._sent[i]) for i in self._in_slot]) if self._in_slot else b""
+        self.slot = b"".join([as_bytes(sent[i]) for i in self._in_slot])
 
     def put(self, data: Array, start: int) -> int:
         """Copy the arrays into bytes, from there on; return where they end."""
@@ -330,7 +342,10 @@ class Summands:
     def carry(self, wire: Wire, slots: list[bytes]) -> list[Any] | Coroutine[Any, Any, list[Any]]:
         """Combine what has come; carry what has not."""
         if self._is_one and self.totals is not None:
-            return [_frozen(self.totals[0].reshape(self._sent[0].shape))]
+            total = self.totals[0].reshape(self._sent[0].shape)
+            if total.flags.writeable:
+                total.flags.writeable = False
+            return [total]
         results: list[Any] = [None] * len(self._sent)
         if self._in_slot:
             small = [self._sent[i] for i in self._in_slot]
@@ -363,13 +378,6 @@ class Summands:
         for i, dtype in self._halves.items():
             found[i] = narrowed(found[i], dtype)
         return found
-
-
-def is_one_array(leaves: Sequence[Any]) -> bool:
-    """Tell whether there is one array alone, which goes to other workers as it lies."""
-    if len(leaves) != 1 or type(leaf := leaves[0]) is not np.ndarray:
-        return False
-    return bool(leaf.nbytes > SLOT_BYTES and leaf.dtype.isnative and leaf.flags.c_contiguous)
 
 
 def _combine(op: ReduceOp, column: Sequence[Any]) -> Any:

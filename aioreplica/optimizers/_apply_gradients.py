@@ -155,14 +155,14 @@ class ApplyGradients(Collective):
         nothing = [None] * group.num_replicas
         pending = calls[0].context.run(_take_step_of_all, group, calls)
 
-        def ended(_result: None) -> Parts:
+        def ended(*_: object) -> Parts:
             if accumulator is not None:
                 accumulator.discard()
             return nothing
 
         if pending is not None:
             return Pending(pending, ended)
-        return nothing if accumulator is None else ended(None)
+        return nothing if accumulator is None else ended()
 
 
 APPLY_GRADIENTS = ApplyGradients("apply_gradients")

@@ -31,9 +31,11 @@ from ._meeting_point import MeetingPoint as MeetingPoint
 from ._merge_call import Once as Once
 from ._merge_call import update_variable as update_variable
 from ._messages import SEND_BOUND as SEND_BOUND
+from ._pending import Outcome as Outcome
 from ._pending import Pending as Pending
 from ._process_context import ProcessContext as ProcessContext
 from ._reductions import STARTED_ALL_REDUCE as STARTED_ALL_REDUCE
+from ._reductions import Reducing as Reducing
 from ._reductions import Reduction as Reduction
 from ._reductions import all_reduce_named as all_reduce_named
 from ._reductions import payload_along as payload_along

@@ -17,11 +17,10 @@ from ..context import PLACE
 from ..tree import Array, Tree, flatten
 from ..typing import OpName, ReduceOp
 from ..values import PerReplica, Variable
-from ._errors import no_blocking_handle_error
 from ._exchanges import ALL_GATHER, ALL_TO_ALL, BROADCAST, Along
 from ._handle import Handle, start
 from ._meeting import Call, CallSite, Collective, Parts, SyncGroup, new_call
-from ._meeting_point import MeetingPoint, TaskWaiter, Waiter
+from ._meeting_point import MeetingPoint, Waiter
 from ._merge_call import MERGE_CALL
 from ._reductions import (
     ALL_REDUCE,
@@ -198,7 +197,9 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
             require_options(options, "start_all_reduce")
         argument = parse_reduction(op, options)
         args = payload_of_numbers(value, argument.op, "start_all_reduce", self._waiter.home)
-        return self._start(STARTED_ALL_REDUCE, argument, args, frame)
+        return start(
+            self._waiter, STARTED_ALL_REDUCE, argument, args, self._members, self._position, frame
+        )
 
     @overload
     def reduce_scatter(self, op: Op, value: Variable, axis: int = ...) -> Awaited[Array]: ...
@@ -366,15 +367,6 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
         if unawaited is not None:
             unawaited[call] = result
         return result
-
-    def _start(
-        self, collective: Collective, argument: object, args: tuple[object, ...], frame: FrameType
-    ) -> Handle:
-        """Make a call that is carried out without being awaited."""
-        waiter = self._waiter
-        if not isinstance(waiter, TaskWaiter):
-            raise no_blocking_handle_error()
-        return start(waiter, collective, argument, args, self._members, self._position, frame)
 
 
 def group_of(members: Iterable[int], own: int, point: MeetingPoint) -> SyncGroup:

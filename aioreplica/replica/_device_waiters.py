@@ -264,7 +264,10 @@ class _OpWait:
             return call
         call.sequence = self._replica.next_in(call.group)
         self._point.observers.made(call)
-        return self._point.start(self._replica, call)
+        generation = self._point.start(self._replica, call)
+        if generation.waiter is None and not generation.is_merged:
+            self._point.new_waiter(generation, call)
+        return generation
 
     def _end(self, ended: Callable[[], None] | None, waiter: asyncio.Future[None] | None) -> None:
         if ended is not None:

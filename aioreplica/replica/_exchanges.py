@@ -193,7 +193,7 @@ class Broadcast(Collective):
 def _inline_or_not(group: SyncGroup, num_bytes: int, work: Callable[[], Parts]) -> Parts | Pending:
     if group.is_blocking or num_bytes <= INLINE_BYTES:
         return work()
-    return Pending(run_together([work]), lambda results: results[0])
+    return Pending(run_together([work]), lambda _calls, results: results[0])
 
 
 def _copies(leaf: Any, count: int) -> list[object]:

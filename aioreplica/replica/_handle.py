@@ -13,9 +13,9 @@ from ..context import PLACE, Place
 from ..devices import require_loop
 from ..errors import ContextError
 from ..tree import Tree
-from ._errors import is_loop_running, outlived_op_error
+from ._errors import is_loop_running, no_blocking_handle_error, outlived_op_error
 from ._meeting import Call, Collective, Generation, SyncGroup, new_call
-from ._meeting_point import MeetingPoint, TaskWaiter
+from ._meeting_point import MeetingPoint, TaskWaiter, Waiter
 from ._replica import Replica
 
 
@@ -82,7 +82,7 @@ class Handle(Awaitable[Any]):
         if self._generation is None:
             return self._error is not None
         waiter = self._generation.waiter
-        return waiter is not None and waiter.done()
+        return self._generation.is_merged or (waiter is not None and waiter.done())
 
     def cancelled(self) -> bool:
         """Tell whether the run was ended before there was a result."""
@@ -128,13 +128,20 @@ class Handle(Awaitable[Any]):
         if not callable(fn) or is_async(fn):
             raise TypeError(f"add_done_callback needs a plain function, got {fn!r}.")
         require_no_yield(fn, "add_done_callback", "Make it a plain function.")
-        waiter = None if self._generation is None else self._generation.waiter
-        if waiter is None or not is_loop_running():
+        generation = self._generation
+        if generation is None or not is_loop_running():
             raise ContextError(
                 f"A callback was added to the handle of {self._call.collective.name} on the thread "
                 "that started it. Add it on the event loop, after the op has ended."
             )
-        require_loop(waiter.get_loop(), self)
+        point, waiter = self._point, generation.waiter
+        loop = point.loop if waiter is None else waiter.get_loop()
+        if loop is not None:
+            require_loop(loop, self)
+        if waiter is None:
+            waiter = point.new_waiter(generation, self._call)
+            if generation.is_merged:
+                waiter.set_result(None)
         self._replica.started.pop(self._call, None)
 
         def call(_waiter: object) -> None:
@@ -182,8 +189,7 @@ class Handle(Awaitable[Any]):
                 )
             return self._finished()  # which says why there is none
         waiter = generation.waiter
-        assert waiter is not None  # made by `start`
-        if not waiter.done():
+        if not (generation.is_merged or (waiter is not None and waiter.done())):
             blocks = replica.work is None or asyncio.current_task(point.loop) is replica.work
             ended = point.wait_for_started(replica, generation, blocks=blocks)
             try:
@@ -195,7 +201,7 @@ class Handle(Awaitable[Any]):
                 ended()
         elif point.is_solo and generation.group.across is None:  # else the loop has brought it
             yield  # to the event loop, as every collective does
-        if point.is_aborted or waiter.cancelled():
+        if point.is_aborted or not generation.is_merged:
             raise asyncio.CancelledError
         if point.unseen:
             point.unseen.pop(generation, None)
@@ -219,7 +225,7 @@ class Handle(Awaitable[Any]):
 
 
 def start(
-    waiter: TaskWaiter,
+    waiter: Waiter,
     collective: Collective,
     argument: object,
     args: tuple[object, ...],
@@ -233,11 +239,16 @@ def start(
     done. Until then the replica's other collectives are refused.
 
     Raises:
-        ContextError: If called elsewhere.
+        ContextError: If called elsewhere, or the replica waits as a thread.
     """
+    if not isinstance(waiter, TaskWaiter):
+        raise no_blocking_handle_error()
     point, replica = waiter.point, waiter.replica
     if waiter.is_here:
-        number = replica.next_in(group)
+        if group.is_partial:
+            number = replica.next_in(group)
+        else:
+            number = replica.sequence = replica.sequence + 1
         call = new_call(collective, argument, args, None, group, position, number, frame)
         handle = Handle(point, replica, call, waiter.home)
         handle.begin()

@@ -237,7 +237,7 @@ class Collective(ABC):
 
     def across(
         self, group: SyncGroup, calls: Sequence[Call], turn: Turn
-    ) -> Coroutine[object, None, Parts] | Pending:
+    ) -> Coroutine[object, None, Parts]:
         """Merge the calls of all members, and what other workers have made of theirs.
 
         Returns:
@@ -434,11 +434,6 @@ class Generation:
     def awaited(self) -> None:
         """Return None: only replicas are waited for."""
 
-    def is_given_up(self) -> bool:
-        """Tell whether a task that waited was cancelled, and with it the future that all share."""
-        waiter = self.waiter
-        return waiter is not None and waiter.cancelled()
-
     def new_watcher(self, loop: asyncio.AbstractEventLoop | None) -> asyncio.Future[None]:
         """Return a future that is done when the waiter is; cancelling it leaves that one alone."""
         watcher: asyncio.Future[None] = asyncio.Future(loop=loop)
@@ -462,7 +457,7 @@ class Generation:
 
     async def unread(self) -> None:
         """Wait until nothing reads the replicas' own arrays, through every cancellation."""
-        reading = None if self.pending is None else self.pending.reading()
+        reading = None if self.pending is None else self.pending.reading(self.calls[0])
         if reading is not None:
             await reading.over()
 

@@ -19,6 +19,7 @@ from asyncio import current_task
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from contextvars import copy_context
+from functools import partial
 from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any, final
 from weakref import proxy
@@ -120,7 +121,7 @@ class MeetingPoint:
         generation = decided if type(decided) is Generation else self.cannot_meet(decided, call)
         if not call.position:
             call.context = copy_context()
-        if generation.waiter is None:
+        if generation.waiter is None and (generation.missing or self.loop is None):
             self.new_waiter(generation, call)
         if not generation.missing:
             self.merge(generation)
@@ -216,8 +217,8 @@ class MeetingPoint:
             generation.is_merged = True
             if (waiter := generation.waiter) is not None and not waiter.done():
                 waiter.set_result(None)
-            if self.rendezvous.in_flight:
-                self.rendezvous.merged(generation)
+            if in_flight := self.rendezvous.in_flight:
+                in_flight.pop(generation, None)
                 for watcher in generation.watchers or ():
                     if not watcher.done():
                         watcher.set_result(None)
@@ -241,7 +242,9 @@ class MeetingPoint:
 
     def _failed(self, generation: Generation, error: BaseException) -> None:
         first: Call = generation.calls[0]
-        add_note_once(error, f"Raised by the merge of {first.describe()}, called at {first.site}.")
+        if next(reversed(self.unseen.values()), None) is not error:  # that of those before, too
+            where = f"{first.describe()}, called at {first.site}"
+            add_note_once(error, f"Raised by the merge of {where}.")
         generation.error = error
         generation.traceback = error.__traceback__
         # Every other collective raises where it is awaited; of a handle that may never happen.
@@ -297,15 +300,21 @@ class MeetingPoint:
         if self.lock is None:
             for waited in self.rendezvous.open_waits():
                 waited.give_up()
-        reading = None
+        together: dict[Pending | None, list[Generation]] = {}
         for generation, has_begun in list(self.merging.items()):
-            pending, own = generation.pending, None
-            if pending is not None and pending.task is not None and has_begun:
+            if self.lock is None and generation.waiter is None:
+                self.new_waiter(generation, generation.first)
+            pending = generation.pending if has_begun else None
+            together.setdefault(pending, []).append(generation)
+        reading = None
+        for pending, generations in together.items():
+            own = None
+            if pending is not None and pending.task is not None:
                 pending.task.cancel()  # one that has not begun sees that the run is aborted
                 own = pending.reading()
             reading = own or reading
             if self.lock is None:
-                once_over(own, generation.give_up)
+                once_over(own, partial(_give_up_all, generations))
         once_over(reading, self.wake_threads)
         for cancel in list(self.host_calls):
             cancel()
@@ -537,3 +546,8 @@ class TaskWaiter(Waiter):
         if self._held_by is not None and self.is_on_loop():
             return held_by_op_error(name, self._held_by.fn_name)
         return misuse_error(name, self.replica, step, self.home)
+
+
+def _give_up_all(generations: Sequence[Generation]) -> None:
+    for generation in generations:
+        generation.give_up()

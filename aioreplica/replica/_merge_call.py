@@ -106,7 +106,7 @@ class MergeCall(Collective):
             calls[0].context = copy_context()  # the one it had is entered already, by this task
             parts = self.perform(group, calls)
             if type(parts) is Pending:
-                return parts.to_parts(await parts.awaitable)
+                return parts.to_parts(calls, await parts.awaitable)
         return parts
 
     def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
@@ -133,15 +133,16 @@ class MergeCall(Collective):
             if len(parts) == group.num_replicas:
                 return parts
         if kind not in LEAF_TYPES and isinstance(result, Awaitable):
-            return Pending(result, partial(self._parts, group, first.argument))
-        return self._parts(group, first.argument, result)
+            return Pending(result, self._parts)
+        return self._parts(calls, result)
 
-    def _parts(self, group: SyncGroup, fn: object, result: object) -> Parts:
+    def _parts(self, calls: Sequence[Call], result: object) -> Parts:
         if type(result) in LEAF_TYPES:
-            return [result] * group.num_replicas
+            return [result] * len(calls)
+        fn = calls[0].argument
         require_finished(result, fn, self.name)
         return split_per_replica(
-            result, group.num_replicas, f"the result of merge function {self.detail(fn)}"
+            result, len(calls), f"the result of merge function {self.detail(fn)}"
         )
 
 
@@ -188,7 +189,7 @@ class Once(Collective):
 
     def across(
         self, group: SyncGroup, calls: Sequence[Call], turn: Turn
-    ) -> Coroutine[object, None, Parts] | Pending:
+    ) -> Coroutine[object, None, Parts]:
         """Do it on every worker, once all are there."""
         if self._signature is None:
             return super().across(group, calls, turn)
@@ -197,13 +198,13 @@ class Once(Collective):
     async def _on_every_worker(self, group: SyncGroup, calls: Sequence[Call], turn: Turn) -> Parts:
         await turn.exchange(b"", no_data)
         parts = self.perform(group, calls)
-        return parts.to_parts(await parts.awaitable) if isinstance(parts, Pending) else parts
+        return parts.to_parts(calls, await parts.awaitable) if isinstance(parts, Pending) else parts
 
     def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
         """Do it."""
         pending = self._act(calls[0].argument, group)
         nothing = [None] * group.num_replicas
-        return nothing if pending is None else Pending(pending, lambda _: nothing)
+        return nothing if pending is None else Pending(pending, lambda *_: nothing)
 
 
 def _call_in_merge(

@@ -1,24 +1,29 @@
 """Merge that takes longer than a step of its last replica, from its begin to the release.
 
 `Collective.perform`, and an exchange with other workers, return one where there is something to
-await. The meeting point keeps it in `MeetingPoint.merging` until it has ended.
+await. The meeting point keeps it in `MeetingPoint.merging` until it has ended. Reductions that are
+one exchange with other workers are one; each of them has its own generation, and its own end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
 
 from ..context import PLACE
 from ..devices import is_interrupted
 from ._failure import error_of
 
 if TYPE_CHECKING:
-    from ._meeting import Generation, Parts
+    from ._meeting import Call, Generation, Parts
+
+
+Outcome: TypeAlias = tuple[Any, BaseException | None]
+"""A result, or the error in its place. Any: results of collectives have every type."""
 
 
 class Reading(Protocol):
@@ -45,8 +50,8 @@ class MergeTurn(Protocol):
     def end(self) -> None:
         """Let the next turn begin."""
 
-    def give_back(self) -> Reading | None:
-        """Go on without the replicas' own arrays; return what is reading them."""
+    def give_back(self, call: Call | None = None) -> Reading | None:
+        """Go on without the replicas' own arrays, of a call or of all; return what reads them."""
 
 
 class Merging(Protocol):
@@ -67,33 +72,38 @@ class Merging(Protocol):
 
 
 @final
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Pending:
-    """A merge that takes longer.
+    """A merge that takes longer, or several of them that go together.
 
     Attributes:
         awaitable: What to await.
-        to_parts: Makes parts of its result.
+        to_parts: Makes parts of its result, for the calls of a generation.
         turn: In which it meets other workers; None if there are none.
         task: Waits for it, or is it; None before that.
         tell: Where `awaitable` is a future: has a function called when it is done, in the same
-            cycle of the event loop; None if it has not got that.
+            cycle of the event loop, or when some have ended; None if it has not got that.
+        take: Where there are several: takes what those have come to that have ended, which are the
+            first ones: of each its result, or the error.
+        generations: What is merged and has not ended.
     """
 
     awaitable: Awaitable[Any]
-    to_parts: Callable[[Any], Parts]
+    to_parts: Callable[[Sequence[Call], Any], Parts]
     turn: MergeTurn | None = None
     task: asyncio.Future[Any] | None = None
     tell: Callable[[Callable[[], object]], None] | None = None
+    take: Callable[[], Sequence[Outcome]] | None = None
+    generations: list[Generation] = field(default_factory=list)
 
     def end(self) -> None:
         """Let those go on who wait for their turn."""
         if self.turn is not None:
             self.turn.end()
 
-    def reading(self) -> Reading | None:
-        """Return what still reads the replicas' own arrays; from now on nothing else will."""
-        return None if self.turn is None else self.turn.give_back()
+    def reading(self, call: Call | None = None) -> Reading | None:
+        """Return what still reads own arrays, of a call or all; from now on nothing else will."""
+        return None if self.turn is None else self.turn.give_back(call)
 
     def discard(self) -> None:
         """Close what will never be awaited."""
@@ -115,17 +125,20 @@ class Pending:
             return
         context = generation.calls[0].context
         context.run(PLACE.set, generation.group.merge_place)
-        task = self.awaitable
+        generation.pending = self
+        self.generations.append(generation)
+        task = self.task or self.awaitable
         point.merging[generation] = isinstance(task, asyncio.Future)
+        if self.task is not None:  # it goes with those before
+            return
         if not isinstance(task, asyncio.Future):
             waiting = self._wait(point, generation)
             task = asyncio.Task(waiting, loop=point.loop, context=context)
-        self.task, generation.pending = task, self
-        ended = partial(self._ended, point, generation)
+        self.task = task
         if self.tell is None:
-            task.add_done_callback(ended, context=context)
+            task.add_done_callback(partial(self._ended, point))
         else:
-            self.tell(partial(context.run, ended, task))
+            self.tell(partial(self._ended, point, task))
 
     async def _wait(self, point: Merging, generation: Generation) -> object:
         if point.is_aborted:  # a merge of an aborted run does not begin
@@ -133,17 +146,35 @@ class Pending:
         point.merging[generation] = True
         return await self.awaitable
 
-    def _ended(self, point: Merging, generation: Generation, task: asyncio.Future[object]) -> None:
-        if not point.merging.pop(generation):
-            self.discard()
+    def _ended(self, point: Merging, task: asyncio.Future[object]) -> None:
+        """Release the generations that have ended: the first ones, or all once the task has."""
         self.end()
-        error = error_of(task)
-        if not (point.is_aborted or generation.is_given_up()):  # the tasks that wait say who did
-            parts: Parts = ()
-            if error is None:
-                try:
-                    parts = self.to_parts(task.result())
-                except Exception as wrong:  # noqa: BLE001 - every member raises it
-                    error = wrong
-            point.release(generation, parts, error)
+        found = [] if self.take is None else list(self.take())
+        if task.done():
+            error = error_of(task)
+            rest = len(self.generations) - len(found)
+            found += [(task.result() if error is None else None, error)] * rest
+        ended, self.generations = self.generations[: len(found)], self.generations[len(found) :]
+        for generation, (result, error) in zip(ended, found, strict=True):
+            if not point.merging.pop(generation):
+                self.discard()
+            waiter = generation.waiter  # if it was cancelled, those who wait say by whom
+            if not (point.is_aborted or (waiter is not None and waiter.cancelled())):
+                context = generation.calls[0].context
+                context.run(self._hand_out, point, generation, result, error)
         point.merge_ended()
+
+    def _hand_out(
+        self,
+        point: Merging,
+        generation: Generation,
+        result: object,
+        error: BaseException | None,
+    ) -> None:
+        parts: Parts = ()
+        if error is None:
+            try:
+                parts = self.to_parts(generation.calls, result)
+            except Exception as wrong:  # noqa: BLE001 - every member raises it
+                error = wrong
+        point.release(generation, parts, error)

@@ -7,7 +7,7 @@ compared leaf by leaf.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
@@ -17,12 +17,13 @@ import numpy as np
 
 from ..collectives import (
     CommunicationOptions,
+    Summands,
     Turn,
     form_text,
     leaf_bytes,
     leaf_difference,
     pieces,
-    reduce_across,
+    reduce_summands,
     reduces_to_itself,
     require_axis,
     require_reducible,
@@ -38,7 +39,7 @@ from ._pending import Pending
 from ._signature import payload_signature, summand_text
 
 Payload: TypeAlias = tuple[list[Any], TreeSpec, Any]
-HandOut: TypeAlias = Callable[[Sequence[Call], Turn | None, Sequence[object]], Parts]
+HandOut: TypeAlias = Callable[[Sequence[Call], Sequence[Any]], Parts]
 """The `args` of such a call: leaves, structure, and what `are_like` compares, or None."""
 
 
@@ -159,11 +160,18 @@ class Reduction:
         op: The operator.
         options: Of the call; None for those of the strategy.
         axis: Along which a reduce_scatter hands out its result.
+        text: Names the operator, the axis, and options that are not the strategy's.
     """
 
     op: ReduceOp
     options: CommunicationOptions | None = None
     axis: int | None = None
+    text: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        axis = "" if self.axis is None else f", axis {self.axis}"
+        options = "" if self.options is None else f", {self.options}"
+        object.__setattr__(self, "text", f"{self.op.name}{axis}{options}")
 
 
 def parse_reduction(
@@ -189,24 +197,22 @@ class Reducing(Collective):
 
     Args:
         name: What users call it.
-        hand_out: Makes the parts of the replicas here of the reduced leaves. Gets the turn too if
-            they were reduced over all workers.
+        hand_out: Makes the parts of the replicas here of the reduced leaves.
+
+    Attributes:
+        hand_out: The same.
     """
 
-    __slots__ = ("_hand_out",)
+    __slots__ = ("hand_out",)
     is_reduction = True
 
     def __init__(self, name: str, hand_out: HandOut) -> None:
         super().__init__(name)
-        self._hand_out = hand_out
+        self.hand_out = hand_out
 
     def detail(self, argument: Reduction) -> str:
         """Name the operator, the axis, and options that are not the strategy's."""
-        if argument.axis is None and argument.options is None:
-            return argument.op.name
-        axis = "" if argument.axis is None else f", axis {argument.axis}"
-        options = "" if argument.options is None else f", {argument.options}"
-        return f"{argument.op.name}{axis}{options}"
+        return argument.text
 
     def options(self, argument: Reduction) -> CommunicationOptions | None:
         """Return the options of the call."""
@@ -240,40 +246,37 @@ class Reducing(Collective):
         """Describe the operator, options, structure, dtypes and shapes."""
         leaves, spec, _ = call.args
         if spec is LEAF_SPEC and type(leaf := leaves[0]) is np.ndarray:
-            return f"{self.detail(call.argument)}; {form_text(leaf.dtype, leaf.shape)}"
-        return f"{self.detail(call.argument)}; {payload_signature(leaves, spec, summand_text)}"
+            return f"{call.argument.text}; {form_text(leaf.dtype, leaf.shape)}"
+        return f"{call.argument.text}; {payload_signature(leaves, spec, summand_text)}"
 
-    def across(
-        self, group: SyncGroup, calls: Sequence[Call], turn: Turn
-    ) -> Coroutine[object, None, Parts] | Pending:
-        """Reduce all leaves here, then over the workers."""
+    def combine(
+        self, group: SyncGroup, calls: Sequence[Call]
+    ) -> Summands | Coroutine[object, None, Summands]:
+        """Reduce all leaves here; return what is to be reduced over the workers."""
         argument: Reduction = calls[0].argument
+        op, options = argument.op, argument.options
+        if len(calls) == 1 and (options is None or options.compression is None):
+            leaves = calls[0].args[0]
+            if all(map(reduces_to_itself, leaves, repeat(op))):
+                return Summands(op, leaves, are_lent=True)
         rows = [call.args[0] for call in calls]
-        options = argument.options
-        is_plain = options is None or options.compression is None
-        op = argument.op
-        if is_plain and len(rows) == 1 and all(map(reduces_to_itself, rows[0], repeat(op))):
-            found = reduce_across(turn, op, rows[0], are_lent=True, is_last=True)
-        else:
-            wide, halves = widen_halves(argument.op, rows)
-            forms = None if halves else calls[0].args[2]
-            local = group.reducer.reduce(argument.op, wide, options, group.members, forms)
-            if not isinstance(local, list):
-                return self._across_later(calls, turn, local, halves)
-            found = reduce_across(turn, argument.op, local, halves=halves, is_last=True)
-        return Pending(found, partial(self._hand_out, calls, turn))
+        wide, halves = widen_halves(op, rows)
+        forms = None if halves else calls[0].args[2]
+        local = group.reducer.reduce(op, wide, options, group.members, forms)
+        if not isinstance(local, list):
+            return _summands_of(op, local, halves)
+        return Summands(op, local, halves, are_lent=False)
 
-    async def _across_later(
+    async def across_later(
         self,
+        local: Summands | Awaitable[Summands],
+        group: SyncGroup,
         calls: Sequence[Call],
         turn: Turn,
-        local: Awaitable[list[object]],
-        halves: Mapping[int, object],
     ) -> Parts:
-        found = await reduce_across(
-            turn, calls[0].argument.op, await local, halves=halves, is_last=True
-        )
-        return self._hand_out(calls, turn, found)
+        """Reduce what `combine` gives over the workers, in a turn of its own."""
+        summands = local if isinstance(local, Summands) else await local
+        return self.hand_out(calls, await reduce_summands(turn, summands, is_last=True))
 
     def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
         """Reduce all leaves; off the event loop if there is much to read."""
@@ -284,16 +287,22 @@ class Reducing(Collective):
             here = group.reducer.reduce_here(
                 argument.op, rows, argument.options, group.members, signature
             )
-            return self._hand_out(calls, None, here)
+            return self.hand_out(calls, here)
         reduced = group.reducer.reduce(
             argument.op, rows, argument.options, group.members, signature
         )
         if isinstance(reduced, list):
-            return self._hand_out(calls, None, reduced)
-        return Pending(reduced, partial(self._hand_out, calls, None))
+            return self.hand_out(calls, reduced)
+        return Pending(reduced, self.hand_out)
 
 
-def _share_out(calls: Sequence[Call], turn: Turn | None, reduced: Sequence[object]) -> Parts:
+async def _summands_of(
+    op: ReduceOp, local: Awaitable[list[object]], halves: Mapping[int, object]
+) -> Summands:
+    return Summands(op, await local, halves, are_lent=False)
+
+
+def _share_out(calls: Sequence[Call], reduced: Sequence[Any]) -> Parts:
     """Share the leaves; every replica has containers of its own."""
     spec = calls[0].args[1]
     if spec is LEAF_SPEC and type(reduced[0]) in _UNWRITABLE:
@@ -305,10 +314,11 @@ def _share_out(calls: Sequence[Call], turn: Turn | None, reduced: Sequence[objec
     return [unflatten(spec, [column[i] for column in columns]) for i in range(len(calls))]
 
 
-def _cut_out(calls: Sequence[Call], turn: Turn | None, reduced: Sequence[object]) -> Parts:
+def _cut_out(calls: Sequence[Call], reduced: Sequence[Any]) -> Parts:
     """Cut every leaf along the axis, a part per replica of all workers; take the own ones."""
     spec, axis, here = calls[0].args[1], calls[0].argument.axis, len(calls)
-    first, count = (0, here) if turn is None else (turn.rank * here, turn.num_workers * here)
+    across = calls[0].group.across
+    first, count = (0, here) if across is None else (across.first_replica, across.num_replicas)
     columns = [pieces(leaf, count, axis) for leaf in reduced]
     return [unflatten(spec, [column[first + i] for column in columns]) for i in range(here)]
 

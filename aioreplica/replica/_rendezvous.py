@@ -135,10 +135,6 @@ class Rendezvous:
             return self._deadlock(generation) or generation
         return generation
 
-    def merged(self, generation: Generation) -> None:
-        """Record that a generation that some replica only started has been merged."""
-        self.in_flight.pop(generation, None)
-
     def open_messages(self, bound: int = SEND_BOUND) -> Messages:
         """Return what replicas send each other, made at the first send or receive."""
         if self.messages is None:
