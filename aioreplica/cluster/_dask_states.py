@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple, final
+
+import numpy as np
 
 from ..context import REGISTRY
 from ..devices import OwnedTask
@@ -30,40 +34,49 @@ class DaskHost:
         factory, args = pickle.loads(data)
         self._state = factory(*args)
 
-    def call(self, call: _Call) -> _Answer:
-        """Return the result of a method, or what it raised."""
-        try:
-            arrived = [a.arrived() if isinstance(a, _SentHandle) else a for a in call.args]
-            return _Answer(getattr(self._state, call.method)(*arrived))
-        except Exception as error:  # noqa: BLE001 - raised by the caller
-            return _Answer(error=error)
+    def call(self, data: bytes, *buffers: Any) -> _Answer:
+        """Return the result of a method, or what it raised.
 
-    async def wait(self, call: _Call) -> _Answer:
+        Args:
+            data: The pickled name of the method, and its arguments.
+            buffers: Those of the pickle.
+        """
+        try:
+            method, args = pickle.loads(data, buffers=buffers)
+            arrived = [a.arrived() if isinstance(a, _SentHandle) else a for a in args]
+            return _Answer(getattr(self._state, method)(*arrived))
+        except Exception as error:  # noqa: BLE001 - raised by the caller
+            return _Answer(error=_that_arrives(error))
+
+    async def wait(self, data: bytes, *buffers: Any) -> _Answer:
         """Do the same with a method that returns a future, beside `call`."""
         try:
-            return _Answer(await asyncio.wrap_future(getattr(self._state, call.method)(*call.args)))
+            method, args = pickle.loads(data, buffers=buffers)
+            return _Answer(await asyncio.wrap_future(getattr(self._state, method)(*args)))
         except Exception as error:  # noqa: BLE001 - raised by the caller
-            return _Answer(error=error)
-
-
-@final
-class _Call(NamedTuple):
-    """A call on its way to a state.
-
-    It and its answer are classes of their own, as Dask takes plain tuples and lists apart and
-    serializes each part by itself, which takes as long again.
-    """
-
-    method: str
-    args: tuple[Any, ...]
+            return _Answer(error=_that_arrives(error))
 
 
 @final
 class _Answer(NamedTuple):
-    """Result of a call, or what it raised."""
+    """Result of a call, or what it raised.
+
+    A class of its own, as Dask takes plain tuples and lists apart and serializes each part by
+    itself, which takes as long again.
+    """
 
     result: Any = None
     error: Exception | None = None
+
+
+def _that_arrives(error: Exception) -> Exception:
+    """Return an error, or its words if it cannot be sent: Dask would break the connection then."""
+    try:
+        pickle.loads(load_dask().protocol.pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever its class does
+        words = "".join(traceback.format_exception_only(error)).strip()
+        return RuntimeError(f"{words} (it cannot be pickled and built anew as it is)")
+    return error
 
 
 @final
@@ -135,9 +148,10 @@ class DaskState(StateHandle):
         raise self._lost(ConnectionError("its process is gone"))
 
     async def _call(self, method: str, args: tuple[Any, ...], is_wait: bool) -> object:
+        data, buffers = _pickled(method, args)
         try:
             with self._client.as_current():
-                pending = self._pending(method, args, is_wait)
+                pending = (self._actor.wait if is_wait else self._actor.call)(data, *buffers)
             result, error = await pending
         except Exception as failure:
             raise self._lost(failure) from failure
@@ -145,19 +159,27 @@ class DaskState(StateHandle):
             raise error
         return result
 
-    def _pending(self, method: str, args: tuple[Any, ...], is_wait: bool) -> Any:
-        sent = tuple(each._sent if isinstance(each, DaskState) else each for each in args)
-        return (self._actor.wait if is_wait else self._actor.call)(_Call(method, sent))
-
     def begin(self, method: str, *args: Any, is_wait: bool = False) -> Callable[[], Any]:
+        """Send as an actor of Dask does, but the pickle as it is, and with one hop to the loop."""
+        data, buffers = _pickled(method, args)
         try:
-            pending = self._pending(method, args, is_wait)
+            worker = self._actor._worker
+            asking = worker.rpc(self.place).actor_execute(
+                actor=self._actor.key,
+                function="wait" if is_wait else "call",
+                args=[data, *map(load_dask().protocol.to_serialize, buffers)],
+                kwargs={},
+            )
+            pending = asyncio.run_coroutine_threadsafe(asking, worker.loop.asyncio_loop)
         except Exception as failure:
             raise self._lost(failure) from failure
 
         def finish() -> object:
             try:
-                result, error = pending.result()
+                answer = pending.result()
+                if answer["status"] != "OK":
+                    raise answer["exception"]
+                result, error = answer["result"]
             except Exception as failure:
                 raise self._lost(failure) from failure
             if error is not None:
@@ -173,6 +195,25 @@ class DaskState(StateHandle):
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return self._reduced
+
+
+def _pickled(method: str, args: tuple[Any, ...]) -> tuple[bytes, list[Any]]:
+    """Pickle a call; its large buffers stay apart.
+
+    Raises:
+        Exception: Whatever pickling raises.
+    """
+    from ..devices.processes import put_apart  # it needs cloudpickle, as Dask does
+
+    call = method, tuple(each._sent if isinstance(each, DaskState) else each for each in args)
+    buffers: list[Any] = []
+    with suppress(Exception):
+        data: bytes = pickle.dumps(call, 5, buffer_callback=put_apart(buffers))
+        if b"__main__" not in data:
+            return data, buffers
+    apart: list[pickle.PickleBuffer] = []  # what the other process cannot import goes by value
+    data = load_dask().protocol.pickle.dumps(call, buffer_callback=apart.append, protocol=5)
+    return data, [np.frombuffer(each.raw(), np.uint8) for each in apart]
 
 
 def _state_on_worker(owner: str, server: int, key: str, actor: bytes) -> DaskState:

@@ -107,6 +107,20 @@ def take(iterator: Any) -> Any:
     return next(iterator)
 
 
+class OddError(Exception):
+    """Cannot be built anew from its message."""
+
+    def __init__(self, what: str, code: int) -> None:
+        super().__init__(f"{what} {code}")
+
+
+def refuse(value: Any) -> Any:
+    """A constraint that takes nothing but zeros."""
+    if np.any(value):
+        raise OddError("not zero", 7)
+    return value
+
+
 def fail(text: str = "bad batch") -> None:
     """Raise what a user's closure may raise."""
     raise ValueError(text)

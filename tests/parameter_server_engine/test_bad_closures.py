@@ -150,6 +150,23 @@ async def test_pushes_before_an_error_have_been_applied(cluster: Any) -> None:
     assert np.sum(await table.read()) in (0, 48)
 
 
+async def test_an_error_of_a_server_that_cannot_be_built_anew_is_told_in_words(
+    cluster: Any,
+) -> None:
+    strategy, coordinator = cluster
+    with strategy.scope():
+        refusing = ar.Variable(np.zeros(3), name="refusing", constraint=closures.refuse)
+        optimizer = ar.optimizers.SGD(1.0)
+    remote = await coordinator.schedule(descend, (optimizer, refusing), isolate=True)
+    with pytest.raises(RuntimeError, match="OddError: not zero 7"):
+        await remote.fetch()
+    np.testing.assert_array_equal(await refusing.read(), np.zeros(3))
+
+
+def descend(optimizer: Any, variable: Any) -> None:
+    optimizer.apply_gradients([(np.ones(3), variable)])
+
+
 def push_and_fail(table: Any) -> None:
     table.assign_add(np.ones(table.shape))
     raise ValueError("after the push")

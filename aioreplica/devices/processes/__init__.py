@@ -8,6 +8,7 @@ from ._parcel import dumps_pair as dumps_pair
 from ._parcel import loads as loads
 from ._parcel import loads_pair as loads_pair
 from ._parcel import obstacle as obstacle
+from ._parcel import put_apart as put_apart
 from ._process import DeviceProcess as DeviceProcess
 from ._process import RemoteTracebackError as RemoteTracebackError
 

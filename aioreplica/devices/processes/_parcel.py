@@ -24,6 +24,9 @@ from ._segments import SHARED_BYTES, Arena, Bytes, Extent
 
 Reduced = tuple[Callable[..., object], tuple[object, ...]]
 
+SEPARATE_BYTES = 64 * 1024
+"""Smaller buffers go with the pickle: one apart takes Dask as long as copying so many bytes."""
+
 PLAIN_KINDS = frozenset("biufc")  # of dtypes that a character says all of
 
 
@@ -158,6 +161,19 @@ def dumps_pair(
         CARRIER.reset(token)
     data = file.getvalue()
     return data[:end], data[end:]
+
+
+def put_apart(buffers: list[Any]) -> Callable[[pickle.PickleBuffer], bool]:
+    """Return a callback of pickling that keeps large buffers here, not in the pickle."""
+
+    def put(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < SEPARATE_BYTES:
+            return True
+        buffers.append(np.frombuffer(raw, np.uint8))
+        return False
+
+    return put
 
 
 @final

@@ -5,12 +5,9 @@ cloudpickle is imported at use: programs without parameter servers need not have
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn, TypeAlias, final
 from weakref import WeakValueDictionary
-
-import numpy as np
 
 from ...cluster import ClosureEngine
 from ...context import CARRIER, CLOSURE
@@ -23,8 +20,6 @@ from ._splits import SplitReader
 from ._variables import ServedVariable, new_served
 
 Reduced: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...]]
-
-SEPARATE_BYTES = 64 * 1024  # smaller buffers go with the pickle
 
 
 @final
@@ -79,21 +74,10 @@ def pack(thing: object, side: Any) -> Packed:
     Raises:
         Exception: Whatever pickling raises.
     """
-    from ...devices.processes import dumps
+    from ...devices.processes import dumps, put_apart
 
     buffers: list[object] = []
-    return Packed(dumps(thing, side, _put_in(buffers)), tuple(buffers))
-
-
-def _put_in(buffers: list[object]) -> Callable[[pickle.PickleBuffer], bool]:
-    def put(buffer: pickle.PickleBuffer) -> bool:
-        raw = buffer.raw()
-        if raw.nbytes < SEPARATE_BYTES:
-            return True
-        buffers.append(np.frombuffer(raw, np.uint8))
-        return False
-
-    return put
+    return Packed(dumps(thing, side, put_apart(buffers)), tuple(buffers))
 
 
 def unpack(packed: Packed, side: object) -> Any:
@@ -243,12 +227,12 @@ def pack_call(
         TypeError: If something cannot be pickled; names it.
         ContextError: If a variable belongs to another strategy.
     """
-    from ...devices.processes import dumps_pair
+    from ...devices.processes import dumps_pair, put_apart
 
     buffers: list[object] = []
     named = [each for each in (*args, *kwargs.values()) if isinstance(each, NAMED)]
     try:
-        first, data = dumps_pair((fn, named), (args, kwargs), side, _put_in(buffers))
+        first, data = dumps_pair((fn, named), (args, kwargs), side, put_apart(buffers))
         return Packed(data, tuple(buffers), side.share(first))
     except Exception as error:
         from ...devices.processes import obstacle

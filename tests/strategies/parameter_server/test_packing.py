@@ -15,8 +15,8 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.cluster import LocalClosureEngine
+from aioreplica.devices.processes._parcel import SEPARATE_BYTES
 from aioreplica.strategies.parameter_server._packing import (
-    SEPARATE_BYTES,
     HomeSide,
     Packed,
     SharedParts,
