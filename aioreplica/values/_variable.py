@@ -27,7 +27,7 @@ from ._distributed import Mirrored, PerReplica
 from ._division import Division, Shard
 from ._indexed_slices import IndexedSlices, scatter
 from ._store import Cell, Components, Done, VariableStore, writable_buffer
-from ._writes import Writes
+from ._writes import Writes, fitting_array
 
 INLINE_WRITE_BYTES = 4 * 1024 * 1024
 """Writes of more than this go to the host: adding 4 MiB holds the event loop for half a ms."""
@@ -566,32 +566,3 @@ def _require_creation_allowed(place: Place) -> None:
             "strategy.scope() before the run, or inside it with `await ctx.variable(...)`, in a "
             "plain function ctx.blocking.variable(...)."
         )
-
-
-def fitting_array(value: Any, name: str, shape: tuple[int, ...], dtype: DType) -> Array:
-    """Return `value` in the shape and dtype of the variable called `name`.
-
-    Raises:
-        ValueError: If the shape differs, the dtype would lose its kind (floats into integers), or
-            a Python number does not fit.
-    """
-    array = np.asarray(value)
-    if array.shape != shape:
-        raise ValueError(
-            f"Variable {name!r} has shape {shape}, cannot assign a value of shape {array.shape}."
-        )
-    same_kind = np.can_cast(array.dtype, dtype, "same_kind")
-    is_int = isinstance(value, int) and dtype.kind in "iufc"
-    if not same_kind and not is_int:
-        raise ValueError(
-            f"Variable {name!r} has dtype {dtype}, cannot assign a value of "
-            f"dtype {array.dtype}. Cast it with .astype({str(dtype)!r}) first."
-        )
-    if not same_kind and dtype.kind in "iu":
-        limits = np.iinfo(dtype)
-        if not limits.min <= value <= limits.max:
-            raise ValueError(
-                f"Variable {name!r} of dtype {dtype} holds {limits.min} to "
-                f"{limits.max}, cannot assign {value}."
-            )
-    return array.astype(dtype, copy=False)

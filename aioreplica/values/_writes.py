@@ -1,12 +1,16 @@
-"""The writes of a variable: awaited, or carried out at once on a device thread."""
+"""The writes of a variable, awaited or at once on a device thread, and what fits it."""
 
 from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
 from types import FrameType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+import numpy as np
+
+from ..errors import ContextError
+from ..tree import Array, DType
 from ._indexed_slices import IndexedSlices
 
 R = TypeVar("R")
@@ -92,3 +96,44 @@ class Writes(ABC, Generic[R]):
                 f"({type(slices).__name__})."
             )
         return self._write(verb, slices, frame)
+
+
+def fitting_array(value: Any, name: str, shape: tuple[int, ...], dtype: DType) -> Array:
+    """Return `value` in the shape and dtype of the variable called `name`.
+
+    Raises:
+        ValueError: If the shape differs, the dtype would lose its kind (floats into integers), or
+            a Python number does not fit.
+        ContextError: If it is a value of a function that jax transforms.
+    """
+    try:
+        array = np.asarray(value)
+    except TypeError as error:
+        jax = sys.modules.get("jax")
+        if jax is None or not isinstance(value, jax.core.Tracer):
+            raise
+        raise ContextError(
+            f"Variable {name!r} is assigned in a function that jax transforms, such as a branch "
+            "of jax.lax.cond, the body of a loop or a loss that is differentiated, where there are "
+            "no numbers. Return the value from that function (from a loss with has_aux=True), and "
+            "assign it outside."
+        ) from error
+    if array.shape != shape:
+        raise ValueError(
+            f"Variable {name!r} has shape {shape}, cannot assign a value of shape {array.shape}."
+        )
+    same_kind = np.can_cast(array.dtype, dtype, "same_kind")
+    is_int = isinstance(value, int) and dtype.kind in "iufc"
+    if not same_kind and not is_int:
+        raise ValueError(
+            f"Variable {name!r} has dtype {dtype}, cannot assign a value of "
+            f"dtype {array.dtype}. Cast it with .astype({str(dtype)!r}) first."
+        )
+    if not same_kind and dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        if not limits.min <= value <= limits.max:
+            raise ValueError(
+                f"Variable {name!r} of dtype {dtype} holds {limits.min} to "
+                f"{limits.max}, cannot assign {value}."
+            )
+    return array.astype(dtype, copy=False)

@@ -1,5 +1,6 @@
 """Steps, models and elements that tests of compiled steps share. Needs jax."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -57,3 +58,10 @@ def vectors(strategy: ar.Strategy, count: int) -> list[Any]:
         (ar.PerReplica([rng.normal(size=4).astype(np.float32) for _ in range(n)]),)
         for _ in range(count)
     ]
+
+
+def line_of(step: Callable[..., Any]) -> str:
+    """Return `file:line` of the line marked "here"."""
+    lines, first = inspect.getsourcelines(step)
+    [at] = [i for i, line in enumerate(lines) if line.rstrip().endswith("here")]
+    return f"{inspect.getfile(step)}:{first + at}"

@@ -1,6 +1,5 @@
 """Refusals of compiled steps: at the first call, with the line, before anything changed."""
 
-import inspect
 import io
 import logging
 import random
@@ -24,6 +23,7 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402 - jax may be missing
 
 from aioreplica.device_loop._compiled._program import Trial  # noqa: E402
+from tests.device_loop.compiled_steps import line_of  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio, pytest.mark.slow]
 
@@ -85,13 +85,6 @@ TYPE_ERRORS = [branches, asks_numpy, asks_for_a_number, counts]
 CONTEXT_ERRORS = [
     merges, leaves, prints, writes, sleeps, draws, draws_of_numpy, keeps_an_object,
 ]  # fmt: skip
-
-
-def line_of(step: Callable[..., Any]) -> str:
-    """Return `file:line` of the line marked "here"."""
-    lines, first = inspect.getsourcelines(step)
-    [at] = [i for i, line in enumerate(lines) if line.rstrip().endswith("here")]
-    return f"{inspect.getfile(step)}:{first + at}"
 
 
 @pytest.mark.parametrize("step", TYPE_ERRORS, ids=lambda step: step.__name__)
@@ -251,151 +244,6 @@ async def test_variables_of_64_bits_and_of_half_precision(pair: ar.Strategy) -> 
     assert wide.version == half.version == 0
 
 
-@pytest.mark.parametrize("number", [2**40 + 123, 2**31, -(2**31) - 1, 2**63])
-@pytest.mark.parametrize("at", [0, 3])
-async def test_elements_of_64_bits_are_not_cut(pair: ar.Strategy, number: int, at: int) -> None:
-    """Nothing of their chunk is computed; what is at the limits is."""
-    dtype = np.uint64 if number == 2**63 else np.int64
-    with pair.scope():
-        seen = ar.Variable(np.zeros(2, dtype), trainable=False, aggregation="only_first_replica")
-
-    def step(ctx: ar.MultiStepContext, x: Any) -> None:
-        seen.blocking.assign(x)
-
-    limits = np.array([0, 2**32 - 1] if dtype is np.uint64 else [-(2**31), 2**31 - 1], dtype)
-    parts = [limits] * at + [np.array([1, number], dtype)]
-    iterator = iter([ar.PerReplica([part] * 2) for part in parts])
-    with pytest.raises(OverflowError, match=f"An element holds {number}, which u?int32 does not"):
-        await pair.run_steps(step, iterator, at + 1, compile="jax")
-    assert seen.version == 0  # and all elements went back
-    if at:
-        await pair.run_steps(step, iterator, at, compile="jax")
-    with pytest.raises(OverflowError, match=f"An element holds {number}, which u?int32 does not"):
-        await pair.run_steps(step, iterator, 1, compile="jax")
-    np.testing.assert_array_equal(seen.value, limits if at else [0, 0])
-    assert seen.version == at
-
-
-WIDE = np.int64(2**40)
-
-
-def adds(v: ar.Variable, x: Any) -> None:
-    v.blocking.assign_add(x + WIDE)  # here
-
-
-def multiplies(v: ar.Variable, x: Any) -> None:
-    v.blocking.assign(WIDE * x)  # here
-
-
-def chooses(v: ar.Variable, x: Any) -> None:
-    v.blocking.assign(jnp.where(x > 3, WIDE, x))  # here
-
-
-def assigns(v: ar.Variable, x: Any) -> None:
-    v.blocking.assign(np.array([1, WIDE]))  # here
-
-
-@pytest.mark.parametrize("change", [adds, multiplies, chooses, assigns])
-async def test_integers_of_a_closure_are_not_cut(pair: ar.Strategy, change: Any) -> None:
-    with pair.scope():
-        v = ar.Variable(np.zeros(2, np.int64), trainable=False, aggregation="only_first_replica")
-
-    def step(ctx: ar.MultiStepContext, x: Any) -> None:
-        assert np.log2(np.array([WIDE]))[0] == 40  # NumPy's own affair
-        change(v, x)
-
-    batches = iter([ar.PerReplica([np.array([3, 4])] * 2)])
-    with pytest.raises(OverflowError, match="The step holds 1099511627776, which int32") as caught:
-        await pair.run_steps(step, batches, 1, compile="jax")
-
-    assert any(line_of(change) in note for note in caught.value.__notes__)
-    assert v.version == 0
-
-
-LARGEST = 2**31 - 1
-
-
-@pytest.mark.parametrize("scans", [True, False])
-@pytest.mark.parametrize(
-    ("dtype", "begin", "change", "options", "at"),
-    [
-        (np.int64, LARGEST - 3, lambda v, x: v.blocking.assign_add(x), {}, 3),
-        (np.int64, -LARGEST, lambda v, x: v.blocking.assign_sub(x), {}, 1),
-        (np.uint64, 3, lambda v, x: v.blocking.assign_sub(x), {}, 3),
-        (np.int64, 0, lambda v, x: v.blocking.assign(x.astype(jnp.uint32) << 31), {}, 0),
-        (np.int64, 0, lambda v, x: v.blocking.assign_add(x.astype(jnp.uint32) << 31), {}, 0),
-        (np.int64, 0, lambda v, x: v.blocking.assign_add(x * 2**30), {"aggregation": "sum"}, 0),
-        (
-            np.int64,
-            LARGEST - 3,
-            lambda v, x: v.blocking.assign_add(jnp.where(me().replica_id_in_sync_group, x, 0)),
-            {"aggregation": "sum", "synchronization": "on_read"},
-            3,
-        ),
-    ],
-    ids=[
-        "added",
-        "subtracted",
-        "below 0",
-        "assigned",
-        "unsigned added",
-        "sum over replicas",
-        "of one replica",
-    ],
-)
-async def test_integers_that_pass_32_bits_end_the_run_before(
-    pair: ar.Strategy, dtype: Any, begin: int, change: Any, options: Any, at: int, scans: bool
-) -> None:
-    how = {"trainable": False, "aggregation": "only_first_replica"}
-    with pair.scope():
-        v = ar.Variable(np.array([5, begin], dtype), **{**how, **options, "name": "v"})
-        free = ar.Variable(np.zeros((), np.uint64), **how)
-
-    def step(ctx: ar.MultiStepContext, x: Any, y: Any) -> None:
-        change(v, x)
-        free.blocking.assign(y)
-
-    ones = ar.PerReplica([np.array([0, 1], dtype)] * 2)
-    limits = [ar.PerReplica([np.uint64(2**32 - 1) * (i % 2)] * 2) for i in range(6)]
-    batches = [(ones, limit) for limit in limits]  # a jump by itself is none of its business
-    with mock.patch.object(Trial, "prefers_scan", return_value=scans):
-        with pytest.raises(OverflowError, match=f"Variable 'v' has u?int64, .* in step {at}: "):
-            await pair.run_steps(step, iter(batches), 6, compile="jax")
-        each = 1 if v.is_mirrored else 2  # writes of a step
-        assert (v.version, free.version) == (at * each, at)
-
-        jax.config.update("jax_enable_x64", True)
-        try:
-            await pair.run_steps(step, iter(batches), 6, compile="jax")
-        finally:
-            jax.config.update("jax_enable_x64", False)
-        assert v.version == (at + 6) * each
-
-
-@pytest.mark.parametrize(
-    ("dtype", "begin", "change", "aggregation", "after"),
-    [
-        (np.int64, -(2**31), lambda v, x: v.blocking.assign(jnp.maximum(v.value, x)), "mean", 1),
-        (np.uint64, 2**32 - 1, lambda v, x: v.blocking.assign(v.value * x), "mean", 2**32 - 1),
-        (np.int64, -(2**31), lambda v, x: v.blocking.assign_add(x * 2**30), "sum", 0),
-        (np.int64, -(2**31), lambda v, x: v.blocking.assign_sub(-x * LARGEST), "mean", -1),
-        (np.int64, 0, lambda v, x: v.blocking.assign_add(x * 2**30 - 1), "sum", 2**31 - 2),
-        (np.uint64, 1, lambda v, x: v.blocking.assign_add((x << 31) - 1), "sum", 2**32 - 1),
-    ],
-)
-async def test_integers_within_32_bits_are_not_refused(
-    pair: ar.Strategy, dtype: Any, begin: int, change: Any, aggregation: Any, after: int
-) -> None:
-    with pair.scope():
-        v = ar.Variable(np.array(begin, dtype), trainable=False, aggregation=aggregation)
-
-    def step(ctx: ar.MultiStepContext, x: Any) -> None:
-        change(v, x)
-
-    await pair.run_steps(step, iter([ar.PerReplica([dtype(1)] * 2)]), 1, compile="jax")
-    assert v.value == after
-
-
 @pytest.mark.parametrize("scans", [True, False])
 @pytest.mark.parametrize("fails", ["a wrap", "no weight"])
 async def test_an_update_that_is_not_finite_comes_before_what_fails_later(
@@ -405,7 +253,7 @@ async def test_an_update_that_is_not_finite_comes_before_what_fails_later(
     with pair.scope():
         w = ar.Variable(np.ones(4, np.float32))
         sgd = ar.optimizers.SGD(0.1)
-        v = ar.Variable(np.array(LARGEST - 3), trainable=False, aggregation="only_first_replica")
+        v = ar.Variable(np.array(2**31 - 4), trainable=False, aggregation="only_first_replica")
 
     def step(ctx: ar.MultiStepContext, x: Any, n: Any) -> None:
         v.blocking.assign_add(1 if fails == "a wrap" else 0)
@@ -424,45 +272,6 @@ async def test_an_update_that_is_not_finite_comes_before_what_fails_later(
         await pair.run_steps(step, iter(batches), 8, compile="jax")
     assert w.version == v.version == 2
     np.testing.assert_allclose(w.value, 0.9)
-
-
-@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.int32, np.float32])
-@pytest.mark.parametrize("synchronization", ["on_write", "on_read"])
-async def test_scalars_are_summed_and_stay_arrays(
-    pair: ar.Strategy, dtype: Any, synchronization: Any
-) -> None:
-    with pair.scope():
-        v = ar.Variable(
-            np.zeros((), dtype),
-            trainable=False,
-            aggregation="sum",
-            synchronization=synchronization,
-        )
-
-    def step(ctx: ar.MultiStepContext, x: Any) -> None:
-        v.blocking.assign_add(x)
-
-    batches = [ar.PerReplica([dtype(1), dtype(2)])] * 3
-    await pair.run_steps(step, iter(batches), 3, compile="jax")
-    assert v.value == 9
-    for part in v.components:
-        assert type(part) is np.ndarray
-        assert part.dtype == dtype
-
-
-async def test_counts_of_steps_that_32_bits_do_not_hold(pair: ar.Strategy) -> None:
-    with pair.scope():
-        w = ar.Variable(np.ones(4, np.float32))
-        sgd = ar.optimizers.SGD(0.1)
-
-    def step(ctx: ar.MultiStepContext, x: Any) -> None:
-        sgd.blocking.minimize(lambda: jnp.sum(w.value * x), backend="jax")
-
-    await sgd.iterations.assign(2**31 - 2**20)
-    await pair.run_steps(step, iter([element()]), 1, compile="jax")
-    with pytest.raises(OverflowError, match=r"have made \[2146435073\] updates"):
-        await pair.run_steps(step, iter([element()]), 1, compile="jax")
-    assert w.version == 1
 
 
 async def test_optimizers_of_other_libraries(pair: ar.Strategy) -> None:

@@ -20,8 +20,8 @@ from ...context import CurrentStrategy
 from ...tree import Tree, flatten, map_leaves, map_nodes, unflatten
 from ...typing import OpName, ReduceOp
 from ...values import Variable, Weighted, is_floating
-from ._narrow import Traced
-from ._untraceable import refusal
+from ._narrow import Traced, as_traced
+from ._untraceable import recording, refusal, require_recorded_in
 
 AXIS = "replica"
 """The axis of the mesh: one jax device for each replica."""
@@ -64,6 +64,7 @@ class TracedLoop:
         """Set an output; see `MultiStepContext`."""
         if type(name) is not str:
             raise TypeError(f"The name of an output must be a str, got {name!r}.")
+        require_recorded_in(self._replica.recording, f"ctx.set_last_step_output({name!r})")
         frame = sys._getframe(1)
         self.sites[name] = (frame.f_code, frame.f_lasti)
         self.ops[name] = None if reduce_op is None else ReduceOp.parse(reduce_op)
@@ -160,6 +161,7 @@ class TracedReplica:
     Attributes:
         num_replicas_in_sync: Number of replicas that meet in a collective.
         step: Number of the step in its strategy.
+        recording: Tells where jax records the step, and not a function in it.
         records: What the step recorded by name.
     """
 
@@ -167,6 +169,7 @@ class TracedReplica:
         self._strategy, self._across = strategy, across
         self.num_replicas_in_sync = across.num_replicas
         self.step = step
+        self.recording = recording()
         self.records: list[tuple[str, Traced]] = []
 
     @property
@@ -224,7 +227,7 @@ class TracedReplica:
         """Join a value of all replicas along an axis."""
 
         def gathered(leaf: object) -> Traced:
-            array = jnp.asarray(leaf)
+            array = as_traced(leaf)
             _size_along(array, axis, "all_gather")
             if self.num_replicas_in_sync == 1:
                 return array
@@ -237,7 +240,7 @@ class TracedReplica:
         count = self.num_replicas_in_sync
 
         def swapped(leaf: object) -> Traced:
-            array = jnp.asarray(leaf)
+            array = as_traced(leaf)
             if _size_along(array, axis, "all_to_all") % count:
                 raise ValueError("all_to_all in a compiled step needs pieces of one size.")
             along = axis % array.ndim
@@ -250,29 +253,30 @@ class TracedReplica:
         count = self.num_replicas_in_sync
         if not 0 <= source < count:
             raise ValueError(f"broadcast got source={source!r}, but replicas are 0 to {count - 1}.")
-        return map_leaves(lambda leaf: self._across.from_source(jnp.asarray(leaf), source), value)
+        return map_leaves(lambda leaf: self._across.from_source(as_traced(leaf), source), value)
 
     def barrier(self) -> None:
         """Do nothing: the replicas of one program are in the same step."""
 
     def any(self, flag: Any) -> Traced:
         """Tell every replica whether the flag is true on at least one."""
-        return self._across.extreme(jnp.asarray(flag).astype(bool).astype(jnp.int32), lax.pmax) != 0
+        return self._across.extreme(jnp.asarray(flag, bool).astype(jnp.int32), lax.pmax) != 0
 
     def all(self, flag: object) -> Traced:
         """Tell every replica whether the flag is true on all of them."""
-        return self._across.extreme(jnp.asarray(flag).astype(bool).astype(jnp.int32), lax.pmin) != 0
+        return self._across.extreme(jnp.asarray(flag, bool).astype(jnp.int32), lax.pmin) != 0
 
     def record(self, name: str, value: Any) -> None:
         """Keep a number of the step, for the event log; see `ReplicaContext`."""
         if isinstance(value, str):
             raise refusal("ctx.record of a text")
+        require_recorded_in(self.recording, f"ctx.record({name!r})")
         self.records.append((name, jnp.asarray(value, jnp.float32).reshape(())))
 
     def _reduced(self, op: ReduceOp, value: Tree, then: Callable[[Traced], Traced]) -> object:
         value = map_nodes(Weighted, _empty_as_zero, value)
         leaves, spec = flatten(value)
-        arrays = [jnp.asarray(leaf) for leaf in leaves]
+        arrays = [as_traced(leaf) for leaf in leaves]
         if op is ReduceOp.MIN or op is ReduceOp.MAX:
             fn = lax.pmin if op is ReduceOp.MIN else lax.pmax
             found = [self._across.extreme(array, fn) for array in arrays]
@@ -300,7 +304,7 @@ for _name in REFUSED:
 def _as_array(leaf: object) -> Traced:
     if isinstance(leaf, Variable):
         leaf = leaf.value
-    return jnp.asarray(leaf)
+    return as_traced(leaf)
 
 
 def _is_half(array: Traced) -> bool:
@@ -308,7 +312,7 @@ def _is_half(array: Traced) -> bool:
 
 
 def _empty_as_zero(part: Weighted) -> Weighted:
-    total, weight = jnp.asarray(part.total), jnp.asarray(part.weight)
+    total, weight = as_traced(part.total), as_traced(part.weight)
     return Weighted(jnp.where(weight == 0, jnp.zeros_like(total), total), weight)
 
 

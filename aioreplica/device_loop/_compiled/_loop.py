@@ -220,7 +220,7 @@ class CompiledLoop:
 
     def _move_on(self, program: StepProgram, state: State, carry: object, report: Report) -> None:
         """Count the steps that the state is behind now, and keep what they have recorded."""
-        state.move_on(carry, report.updates)
+        state.move_on(carry, report)
         first = self._first + self._done
         for name, values in zip(program.records, report.records, strict=True):
             found = [(first + i, name, float(value)) for i, value in enumerate(values)]

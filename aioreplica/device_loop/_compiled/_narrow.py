@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,7 @@ WIDEN = 'Call jax.config.update("jax_enable_x64", True) at program start.'
 
 def may_wrap(variable: Variable) -> bool:
     """Tell whether a variable is of integers that jax computes in fewer bits."""
-    dtype = variable.dtype
-    return dtype.kind in "iu" and bool(jax.dtypes.canonicalize_dtype(dtype) != dtype)
+    return is_cut(variable.dtype)
 
 
 def require_own_dtype(variable: Variable) -> None:
@@ -39,6 +38,25 @@ def require_own_dtype(variable: Variable) -> None:
         )
 
 
+def as_traced(value: object) -> Traced:
+    """Return a number or an array as one of jax.
+
+    Raises:
+        OverflowError: If it is one of NumPy that jax would cut.
+    """
+    require_32_bits([value], "The step")
+    return jnp.asarray(value)
+
+
+def is_cut(dtype: Any) -> bool:
+    """Tell whether jax gives another dtype than the integers of 64 bits that it is asked for."""
+    try:
+        asked = jnp.dtype(dtype)
+    except TypeError:
+        return True  # whatever it is
+    return asked.kind in "iu" and bool(jax.dtypes.canonicalize_dtype(asked) != asked)
+
+
 def require_32_bits(values: Iterable[object], holder: str) -> None:
     """Check that integers of NumPy are none that jax would cut, as it may not use 64 bits.
 
@@ -49,11 +67,17 @@ def require_32_bits(values: Iterable[object], holder: str) -> None:
     Raises:
         OverflowError: If one would be cut.
     """
-    for value in values:
+    seen: dict[int, object] = {}  # each once: a list may hold itself
+    found = list(values)
+    while found:
+        value = found.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
         if isinstance(value, (tuple, list)):
-            require_32_bits(value, holder)
+            found += value
         elif isinstance(value, dict):
-            require_32_bits(value.values(), holder)
+            found += value.values()
         elif isinstance(value, (np.ndarray, np.integer)) and value.dtype.kind in "iu":
             dtype = jax.dtypes.canonicalize_dtype(value.dtype)
             if dtype == value.dtype or not value.size:

@@ -13,7 +13,8 @@ only; the second time all of that is the state that goes through the steps:
 and what a call says of itself is one array, as to read several costs more than they hold:
 
     report     code of each step, 1 if a value or slot is not finite behind them though no step
-               looked, and the updates that each optimizer made
+               looked, the updates that each optimizer made, and the writes of what is not written
+               with each of them
 
 Scan and single calls run the same recorded step, and give the same bits.
 """
@@ -42,7 +43,7 @@ from ._contexts import AXIS, TracedLoop
 from ._narrow import Traced
 from ._prepared import Asked, Columns, Prepared, Which, asked_of, columns_for, prepared_for
 from ._trace import StepTrace
-from ._untraceable import explained
+from ._untraceable import explained, require_own_values
 from ._update import keeps_infinities
 
 Key: TypeAlias = tuple[str, bool]
@@ -97,12 +98,14 @@ class Report:
         codes: For each step, what has failed it; 0 for nothing.
         in_doubt: Whether a value or slot is not finite behind them though no step looked.
         updates: How many updates each optimizer made.
+        counts: How often each variable was written of which that depends on values.
         records: For each name that is recorded, a number of each step.
     """
 
     codes: Array
     in_doubt: bool
     updates: list[int]
+    counts: list[int]
     records: list[Array]
 
 
@@ -163,6 +166,7 @@ class StepProgram:
         state: The variables, in the order in which the step asked for them.
         is_mirrored: Whether each of them is one array for all replicas.
         written: What writes each variable, for each write of a step.
+        counted: Variables of which values tell how often they are written.
         applied: How often a step applies each optimizer, and the variables that it moves.
         keys: Names of what `jax_key` is asked for.
         outputs: What the step leaves in `last_step_outputs`.
@@ -229,6 +233,8 @@ class StepProgram:
         self.is_mirrored = [v.is_mirrored or self.num_replicas == 1 for v in self.state]
         self.written = trace.written
         self.applied = trace.applied
+        self._within = list(trace.within.values())
+        self.counted = list(trace.counts)
         self._looks = any(_is_bounded(v, sources) for v, sources in self.written.items())
         self.keys: list[Key] = list(trace.key_names)
         self.ops, self.sites = loop.ops, loop.sites
@@ -285,7 +291,8 @@ class StepProgram:
                     )
                 new.append(jnp.asarray(array, shape.dtype))
         records = [value for _, value in trace.replica.records]
-        return ([trace.values[v] for v in self.state], new), (trace.code(), records)
+        counts = list(trace.counts.values())
+        return ([trace.read(v) for v in self.state], new), (trace.code(), counts, records)
 
     def _lowered(self, how: How, size: int, looks: bool) -> Callable[..., object]:
         """Return what runs a whole chunk, or one step of it, on arrays of all replicas."""
@@ -316,21 +323,23 @@ class StepProgram:
                 return step(carry[0], one)
 
             if how == "scan":
-                (new, left), (codes, records) = lax.scan(step, begun, inputs)
+                (new, left), (codes, counts, records) = lax.scan(step, begun, inputs)
                 in_doubt = doubts(new)
             else:
                 # XLA may round a step alone and one in a loop differently (jax 0.7.0 does where
                 # on_non_finite="skip"): this is a loop, too, of a length that it does not know.
-                reported = (jnp.int32(0), [jnp.float32(0)] * len(self.records))
+                none = [jnp.int32(0)] * len(self.counted)
+                reported = (jnp.int32(0), none, [jnp.float32(0)] * len(self.records))
                 begin, end = at[0], at[0] + 1
-                (new, left), (code, records) = lax.fori_loop(begin, end, turn, (begun, reported))
+                behind_it = lax.fori_loop(begin, end, turn, (begun, reported))
+                (new, left), (code, counts, records) = behind_it
                 codes = code[None]
                 in_doubt = lax.cond(end == at[1], doubts, lambda _: jnp.bool_(False), new)
             behind = [in_doubt.astype(jnp.int32)[None]]
             for optimizer in self.applied:
                 i = positions[optimizer.iterations]
                 behind.append((new[i] - own[i]).astype(jnp.int32)[None])
-            report = jnp.concatenate([codes, *behind])
+            report = jnp.concatenate([codes, *behind, *(each.sum()[None] for each in counts)])
             new = [a if m else a[None] for a, m in zip(new, mirrored, strict=True)]
             return (new, [a[None] for a in left]), report, [a[None] for a in records]
 
@@ -381,7 +390,9 @@ class StepProgram:
         if found is None:
             donated = (0,) if how == "step" else ()
             lowered = jax.jit(self._lowered(how, size, looks), donate_argnums=donated)
-            found = own[key] = lowered.lower(*args).compile()
+            traced = lowered.trace(*args)
+            require_own_values(len(traced.jaxpr.in_avals), args, self._fn(), self._within)
+            found = own[key] = traced.lower().compile()
             self.num_compiled += 1
         return found
 
@@ -424,7 +435,7 @@ class StepProgram:
     def report(self, calls: Sequence[tuple[Traced, Sequence[Traced]]]) -> Report:
         """Read what calls report, and what their steps recorded."""
         rows = [of_first(row) for row, _ in calls]
-        end = -1 - len(self.applied)
+        end = -1 - len(self.applied) - len(self.counted)
         if len(rows) == 1:  # of a scan, say
             codes, behind = rows[0][:end], rows[0][end:].tolist()
         else:
@@ -434,7 +445,9 @@ class StepProgram:
             np.concatenate([np.empty(0), *(np.atleast_1d(of_each(own[i])[0]) for _, own in calls)])
             for i in range(len(self.records))
         ]
-        return Report(codes, bool(behind[0]), behind[1:], records)
+        num_updates = len(self.applied)
+        updates, counts = behind[1 : 1 + num_updates], behind[1 + num_updates :]
+        return Report(codes, bool(behind[0]), updates, counts, records)
 
     def expect(self, num_steps: int, bases: Mapping[Optimizer, int]) -> None:
         """Make the next table already, unless it is a user's function that has to be asked."""

@@ -13,7 +13,7 @@ from ...optimizers import Optimizer
 from ...tree import Array, flatten
 from ...values import Variable
 from ._prepared import finished_after
-from ._program import StepProgram, of_each, of_first
+from ._program import Report, StepProgram, of_each, of_first
 from ._programs import CompiledSteps
 
 
@@ -42,6 +42,7 @@ class State:
         values = programs.load(program, self._bases)
         self.carry: Any = (values, _first_outputs(program, initial))
         self._counts = dict.fromkeys(program.applied, 0)
+        self._writes = dict.fromkeys(program.counted, 0)
 
     @property
     def is_observed(self) -> bool:
@@ -61,11 +62,13 @@ class State:
             )
         }
 
-    def move_on(self, carry: object, updates: Sequence[int]) -> None:
-        """Take what is behind further steps, in which the optimizers made so many updates."""
+    def move_on(self, carry: object, report: Report) -> None:
+        """Take what is behind further steps, which have reported this."""
         self.carry = carry
-        for optimizer, count in zip(self._counts, updates, strict=True):
+        for optimizer, count in zip(self._counts, report.updates, strict=True):
             self._counts[optimizer] += int(count)
+        for variable, count in zip(self._writes, report.counts, strict=True):
+            self._writes[variable] += int(count)
 
     def outputs(self) -> list[dict[str, Any]]:
         """Return the outputs behind the last step, for each replica."""
@@ -108,6 +111,7 @@ class State:
             raise _interference(self._bases, num_steps)
         self._bases.update(changes)  # and not what they hold now: who wrote since is seen
         self._counts = dict.fromkeys(self._counts, 0)
+        self._writes = dict.fromkeys(self._writes, 0)
 
     def keep(self) -> None:
         """Keep the arrays behind what was published, for the next run; no step came since."""
@@ -123,6 +127,8 @@ class State:
             sources: What writes it in a step, for each write.
             num_steps: How many steps.
         """
+        if variable in self._writes:
+            return self._writes[variable]
         count = num_steps * sources.count(None)
         if not variable.is_mirrored:  # each replica writes its own
             count *= self._program.num_replicas

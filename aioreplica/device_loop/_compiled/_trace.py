@@ -20,14 +20,20 @@ from jax import lax
 from ..._functions import UNFINISHED
 from ...context import OVERRIDES, PLACE, TRACE, CurrentStrategy, Place
 from ...errors import ContextError
-from ...optimizers import Optimizer, differentiate_loss, require_loss, sort_by_creation
+from ...optimizers import (
+    DynamicLossScale,
+    Optimizer,
+    differentiate_loss,
+    require_loss,
+    sort_by_creation,
+)
 from ...tree import Array, Tree
 from ...typing import VariableAggregation
 from ...values import IndexedSlices, Variable, fitting
 from ._contexts import Across, TracedLoop, TracedReplica
-from ._narrow import Traced, halves_of, is_beyond, may_wrap, require_own_dtype
+from ._narrow import Traced, as_traced, halves_of, is_beyond, may_wrap, require_own_dtype
 from ._prepared import Prepared, Which, multipliers_of, prepared_for
-from ._untraceable import only_recorded, refusal
+from ._untraceable import line_here, only_recorded, recording, refusal, require_recorded_in
 from ._update import MAX_VARIABLES, WRAPPED, apply_traced, traced_scale
 
 
@@ -52,6 +58,9 @@ class StepTrace:
         replica: The replica that the step finds itself in.
         written: What wrote each variable, for each write; None for an assignment.
         applied: How often each optimizer was applied, with the variables it moves.
+        within: Where variables were read in functions that jax transforms, the first time.
+        since: Which optimizers have made an update in the step that a loss scale counts.
+        counts: How often a variable was written, where that depends on values.
         codes: What fails the step, if it is not 0.
     """
 
@@ -72,10 +81,15 @@ class StepTrace:
         self.across = Across(num_replicas, in_order=in_order)
         self.replica = TracedReplica(strategy, self.across, first + index)
         self.is_first = values is None
-        self.values: dict[Variable, Traced] = {} if values is None else values
+        self.values: dict[Variable, Traced | None] = {}
+        self.values.update(values or {})
+        self._index = index
         self.looks = looks
         self.written: dict[Variable, list[Optimizer | None]] = {}
         self.applied: dict[Optimizer, tuple[tuple[Variable, ...], int]] = {}
+        self.within: dict[Variable, str] = {}
+        self.since: dict[DynamicLossScale, dict[Optimizer, Traced]] = {}
+        self.counts: dict[Variable, Traced] = {}
         self.codes: list[Traced] = []
         self.key_names: dict[tuple[str, bool], None] = {}
         self._keys = keys
@@ -120,9 +134,15 @@ class StepTrace:
                 f"The step reads variable {variable.name!r} now, which it did not when it was "
                 "recorded first. A compiled step has to do the same each time."
             )
-        require_own_dtype(variable)
-        found = self.values[variable] = jnp.asarray(variable.components[0])
-        return found
+        if variable not in self.values:
+            require_own_dtype(variable)
+            self.values[variable] = None
+        if recording() != self.replica.recording:
+            self.within[variable] = line_here()
+        # Only its look counts, but it is one of this step: a function under jax.jit that is kept
+        # for later steps must not take it for a constant.
+        dtype = jax.dtypes.canonicalize_dtype(variable.dtype)
+        return jnp.full(variable.shape, self._index, dtype)
 
     def read_rows(self, variable: Variable, indices: object) -> Traced:
         """Return some rows of a variable."""
@@ -139,9 +159,25 @@ class StepTrace:
             "embedding_lookup with jax.ops.segment_sum, or leave out `compile`."
         )
 
-    def write(self, variable: Variable, value: Traced, source: Optimizer | None = None) -> None:
-        """Let a variable hold something else from here on."""
+    def write(
+        self,
+        variable: Variable,
+        value: Traced,
+        source: Optimizer | None = None,
+        count: Traced | None = None,
+    ) -> None:
+        """Let a variable hold something else from here on.
+
+        Args:
+            variable: Which one.
+            value: What it holds.
+            source: The optimizer that writes it; None for an assignment.
+            count: How many writes this is, if that depends on values.
+        """
         old = self.read(variable)
+        if count is not None:
+            before = self.counts.get(variable)
+            self.counts[variable] = count if before is None else before + count
         new = self.values[variable] = jnp.asarray(value).astype(old.dtype)
         if source is not None and may_wrap(variable) and variable is not source.settings.iterations:
             limits = jnp.iinfo(old.dtype)  # a count goes up by 1
@@ -157,10 +193,11 @@ class StepTrace:
             TypeError: If the value has rows only.
         """
         variable._require_owner_in_charge(PLACE.get())
+        self._require_here(f"{verb} of {variable.name!r}")
         if isinstance(value, IndexedSlices) or verb.startswith("scatter"):
             raise TypeError(f"{verb} of {variable.name!r} with IndexedSlices cannot be compiled.")
         given = value.value if isinstance(value, Variable) else value
-        array, old = jnp.asarray(given), self.read(variable)
+        array, old = as_traced(given), self.read(variable)
         fitting(variable, given if isinstance(given, int) else _blank(array))
         if may_wrap(variable):
             self._fail_if_wrapped(variable, verb, old, array)
@@ -173,7 +210,7 @@ class StepTrace:
         if verb != "assign":
             new = old + new if verb == "assign_add" else old - new
         self.write(variable, new)
-        return self.values[variable]
+        return self.read(variable)
 
     def _aggregated(self, variable: Variable, verb: str, new: Traced) -> Traced:
         if variable.aggregation is VariableAggregation.NONE:
@@ -201,6 +238,7 @@ class StepTrace:
         has_aux: bool,
     ) -> object:
         """Record what `optimizer.blocking.minimize` does; jax differentiates."""
+        self._require_here("minimize")
         require_loss(loss, var_list)
         if backend == "torch":
             raise ContextError(
@@ -222,6 +260,7 @@ class StepTrace:
         is_summed: bool,
     ) -> None:
         """Record what `optimizer.blocking.apply_gradients` does."""
+        self._require_here("apply_gradients")
         apply_traced(self, optimizer, pairs, global_step, is_summed=is_summed)
 
     def row(self, optimizer: Optimizer, variables: Sequence[Variable]) -> list[object]:
@@ -288,6 +327,9 @@ class StepTrace:
         self.key_names[name, shared] = None
         seed = jnp.uint32(0) if self._keys is None else self._keys[name, shared]
         return jax.random.key(seed)
+
+    def _require_here(self, what: str) -> None:
+        require_recorded_in(self.replica.recording, what)
 
     refusal = staticmethod(refusal)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import takewhile
 from numbers import Integral, Number
 from typing import Any, Protocol, final
@@ -36,7 +37,7 @@ from ...optimizers import (
 )
 from ...values import IndexedSlices, Variable, Weighted, is_floating
 from ._contexts import Across
-from ._narrow import Traced
+from ._narrow import Traced, as_traced, require_32_bits
 
 NOT_FINITE, UPDATE_NOT_FINITE, NO_WEIGHT, WRAPPED = 1, 2, 3, 4
 """Codes of steps that fail; times `MAX_VARIABLES`, plus the number of the variable among all that
@@ -51,16 +52,24 @@ class Recording(Protocol):
         across: Combines arrays of all replicas.
         looks: Whether to check all steps, though a look at the last one would tell.
         applied: How often each optimizer was applied, with the variables it moves.
+        since: Which optimizers have made an update in the step that a loss scale counts.
     """
 
     across: Across
     looks: bool
     applied: dict[Optimizer, tuple[tuple[Variable, ...], int]]
+    since: dict[DynamicLossScale, dict[Optimizer, Traced]]
 
     def read(self, variable: Variable) -> Traced:
         """Return what a variable holds at this point of the step."""
 
-    def write(self, variable: Variable, value: Traced, source: Optimizer | None = None) -> None:
+    def write(
+        self,
+        variable: Variable,
+        value: Traced,
+        source: Optimizer | None = None,
+        count: Traced | None = None,
+    ) -> None:
         """Let a variable hold something else from here on."""
 
     def row(self, optimizer: Optimizer, variables: Sequence[Variable]) -> list[Any]:
@@ -157,6 +166,7 @@ class Buffer(NDArrayOperatorsMixin):
             return type(part)(map(self._plain, part))
         if isinstance(part, jax.Array) and part.ndim == 0 and is_floating(self.dtype):
             return part.astype(self.dtype)
+        require_32_bits([part], "An update rule or a constraint")
         return part
 
     def __getitem__(self, index: object) -> Buffer:
@@ -236,12 +246,16 @@ def apply_traced(
             first = begin + jnp.argmin(jnp.stack(finite))
             code = jnp.where(after, 0, UPDATE_NOT_FINITE * MAX_VARIABLES + begin)
             trace.fail(jnp.where(of_finite, code, NOT_FINITE * MAX_VARIABLES + first))
-        if isinstance(settings.loss_scaling, DynamicLossScale):
-            changed.update(_scale_after(trace, settings.loss_scaling, True))
         for variable, value in changed.items():
             trace.write(variable, value, optimizer)
-        return
-    _write_unless_skipped(trace, optimizer, changed, of_finite, after)
+    else:
+        _write_unless_skipped(trace, optimizer, changed, after)
+    if isinstance(settings.loss_scaling, DynamicLossScale):
+        made = jnp.bool_(True) if after is None or not skips else after
+        failed = jnp.bool_(False) if of_finite is None or not skips else ~of_finite
+        for used in _scales(gradients):
+            failed = failed & (used <= trace.read(settings.loss_scaling.variables[0]))
+        _write_scale(trace, optimizer, settings.loss_scaling, made, failed)
 
 
 def keeps_infinities(optimizer: Optimizer, variables: Sequence[Variable]) -> bool:
@@ -335,7 +349,7 @@ def _merged(
         inner = inner.values if isinstance(inner, ScaledGradient) else inner
         part = jnp.asarray(inner).astype(working_dtype(variable.dtype))
         if weight is not None:  # what has no weight may hold anything
-            part = jnp.where(jnp.asarray(weight) == 0, 0, part)
+            part = jnp.where(jnp.asarray(weight == 0), 0, part)
         parts.append(part)
         weights.append(weight)
     found = [_wide(w) for w in weights if w is not None and not isinstance(w, Number)]
@@ -366,7 +380,7 @@ def _wide(weight: Any) -> Traced:
     Where jax has no wider integers, those of 32 bits become float32: what is summed is rounded to
     the dtype of a gradient in any case.
     """
-    found = jnp.asarray(weight)
+    found = as_traced(weight)
     if found.dtype.kind not in "iub" or found.dtype.itemsize > 4:
         return found
     if found.dtype.itemsize < 4:
@@ -441,7 +455,7 @@ def _apply_rule(
         if variable.constraint is not None:
             results[0] = _constrained(variable.constraint, results[0])
         for each, before, after in zip(group, old, results, strict=True):
-            plain = after.array if isinstance(after, Buffer) else jnp.asarray(after)
+            plain = after.array if isinstance(after, Buffer) else as_traced(after)
             changed[each] = plain.astype(before.dtype)
 
 
@@ -463,14 +477,12 @@ def _write_unless_skipped(
     trace: Recording,
     optimizer: Optimizer,
     changed: Mapping[Variable, Traced],
-    of_finite: Traced | None,
     after: Traced | None,
 ) -> None:
-    """Write all of it, or count a step left out; a scale that was too large shrinks."""
+    """Write all of it, or count a step left out."""
     settings = optimizer.settings
     assert settings.skipped is not None  # it skips
-    assert of_finite is not None  # and looks
-    assert after is not None
+    assert after is not None  # and looks
     old = [trace.read(variable) for variable in changed]
     new = [value.astype(o.dtype) for value, o in zip(changed.values(), old, strict=True)]
     # jnp.where would be one loop with what it chooses from; scan and single step round it otherwise
@@ -479,27 +491,44 @@ def _write_unless_skipped(
         trace.write(variable, value, optimizer)
     skipped = trace.read(settings.skipped)
     trace.write(settings.skipped, skipped + jnp.where(after, 0, 1).astype(skipped.dtype), optimizer)
-    scaling = settings.loss_scaling
-    if isinstance(scaling, DynamicLossScale):
-        grown, shrunk = (_scale_after(trace, scaling, each) for each in (True, False))
-        for variable in scaling.variables:
-            old = trace.read(variable)
-            failed = jnp.where(of_finite, old, shrunk[variable])
-            trace.write(variable, jnp.where(after, grown[variable], failed))  # in every step
 
 
-def _scale_after(
-    trace: Recording, scaling: DynamicLossScale, is_finite: bool
-) -> dict[Variable, Traced]:
-    """Return what `DynamicLossScale.after` does, of numbers that are not known yet."""
+def _scales(gradients: Sequence[Any]) -> list[Any]:
+    """Return the different scales that gradients were computed with."""
+    inner = [each.total if isinstance(each, Weighted) else each for each in gradients]
+    found = [each.scale for each in inner if isinstance(each, ScaledGradient)]
+    return list({id(scale): scale for scale in found}.values())
+
+
+def _write_scale(
+    trace: Recording,
+    optimizer: Optimizer,
+    scaling: DynamicLossScale,
+    made: Traced,
+    failed: Traced,
+) -> None:
+    """Write what `DynamicLossScale.after` gives, of numbers that are not known yet.
+
+    Args:
+        trace: The trace.
+        optimizer: Whose update it was.
+        scaling: The scale, which it may share with others.
+        made: Whether the update was made.
+        failed: Whether it was not as the scale is too large.
+    """
+    since = trace.since.setdefault(scaling, {})  # an update of each optimizer, in one step of ours
+    is_next = ~reduce(jnp.logical_or, since.values(), jnp.bool_(False))
+    begins = made & (is_next | since.get(optimizer, False))
+    for other, is_made in since.items():
+        since[other] = is_made & ~begins
+    since[optimizer] = since.get(optimizer, False) | made
     of_scale, of_steps = scaling.variables
     scale, steps = trace.read(of_scale), trace.read(of_steps) + 1
-    if not is_finite:
-        smaller = jnp.maximum(scale / scaling.rule.factor, scaling.rule.minimum)
-        return {of_scale: smaller, of_steps: jnp.zeros_like(steps)}
+    grows = begins & (steps >= scaling.rule.growth_interval)
     larger = scale * scaling.rule.factor
-    grows = steps >= scaling.rule.growth_interval
-    return {
-        of_scale: jnp.where(grows & jnp.isfinite(larger), larger, scale),
-        of_steps: jnp.where(grows, 0, steps),
-    }
+    smaller = jnp.maximum(scale / scaling.rule.factor, scaling.rule.minimum)
+    new = jnp.where(failed, smaller, jnp.where(grows & jnp.isfinite(larger), larger, scale))
+    is_written = begins | failed
+    count = jnp.where(grows | failed, 0, jnp.where(begins, steps, steps - 1))
+    trace.write(of_scale, new, optimizer, (grows | failed).astype(jnp.int32))
+    trace.write(of_steps, count, optimizer, is_written.astype(jnp.int32))
