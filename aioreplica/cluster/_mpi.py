@@ -183,6 +183,7 @@ class MpiRuntime:
             gate.open()
 
         self.poller.lane.put(Op(self._completions, finalize, (), {}))
+        self.poller.rest()
         while not gate.wait(1.0):
             pass
         if self.failed:

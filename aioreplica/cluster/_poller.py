@@ -4,7 +4,7 @@ Each communicator has a queue, of which the head makes progress only; the heads 
 so side by side, so a call that waits for a worker keeps no other communicator from its own. The
 lane polls all of them in turn: without a pause while one of them may be about to end, then with one
 pause for all, which grows to a millisecond, so a late peer costs little. New calls end the pause,
-and engines do that say when something has come. With nothing to poll the lane blocks on its queue.
+and engines do that say when something has come.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from threading import Lock
 from time import monotonic
 from typing import Any, Protocol, final
 
-from ..devices import CompletionQueue, Lane, Op, new_gate
+from ..devices import CompletionQueue, Lane, Op
 
 SPIN_S = 150e-6  # without pauses, plus what the bytes take
 SPIN_BYTES_PER_S = 1e9
 FIRST_PAUSE_S, MAX_PAUSE_S = 20e-6, 1e-3
-IDLE_S = 5e-3  # with nothing to do, before the lane blocks on its queue
+IDLE_S = 1.0  # with nothing to do, before the lane's op ends: to start one takes longer
 RUNG_PAUSE_S = 0.02  # of an engine that rings, between two looks at notes and clock
 
 
@@ -74,7 +74,9 @@ class Poller:
         self._turns = lock or nullcontext()
         self._is_rung = is_rung
         self._pauses = (RUNG_PAUSE_S, RUNG_PAUSE_S) if is_rung else (FIRST_PAUSE_S, MAX_PAUSE_S)
-        self._bell = new_gate(None)
+        self._bell = Lock()  # held by the lane, until something rings
+        self._bell.acquire()
+        self._idle_s = IDLE_S
         self._guard = Lock()
         self._queues: list[deque[Entry]] = []
         self._jobs: deque[Op[Any]] = deque()
@@ -101,9 +103,14 @@ class Poller:
     def ring(self) -> None:
         """End the pause, as something has come; from any thread."""
         try:
-            self._bell.open()
+            self._bell.release()
         except RuntimeError:
-            """It is open: the lane has not begun to wait, or is about to go on."""
+            """It has rung: the lane has not begun to wait, or is about to go on."""
+
+    def rest(self) -> None:
+        """Let the lane go on to what else it was given, as soon as the queues are empty."""
+        self._idle_s = 0.0
+        self.ring()
 
     # ---- on the event loop ---------------------------------------------------------------
 
@@ -146,7 +153,7 @@ class Poller:
         pause_s, has_paused = first_s, False
         while True:
             if not (self._queues or self._jobs):
-                if not self._bell.wait(IDLE_S) and self._stops():
+                if not self._bell.acquire(timeout=self._idle_s) and self._stops():
                     return
                 continue
             now = monotonic()
@@ -161,7 +168,7 @@ class Poller:
             elif spin_until > monotonic():
                 os.sched_yield()  # workers may be more than cores
             else:
-                has_paused = not self._bell.wait(pause_s)
+                has_paused = not self._bell.acquire(timeout=pause_s)
                 pause_s = min(pause_s * 1.25, most_s)
 
     def _stops(self) -> bool:
