@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar, final
 
+from .._functions import require_finished, require_no_yield
 from ..checkpoint import Savepoint
 from ..cluster import ClusterResolver, Communicator, LocalCommunicator, Workers, connect, resolve
 from ..collectives import CommunicationOptions, gather_bytes, require_options
@@ -17,6 +18,7 @@ from ._runtime import VariableTable
 from ._strategy import Strategy
 
 SHRUNK = "shrink"
+RESIZE = "Do what depends on the number of workers in the function itself, without yielding."
 
 Resize = TypeVar("Resize", bound=Callable[[], object])
 
@@ -142,7 +144,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         for fn in tuple(self._resize_fns):
             outcome = fn()
             if inspect.isawaitable(outcome):
-                await outcome
+                outcome = await outcome
+            require_finished(outcome, fn, "on_resize", RESIZE)
 
     def on_resize(self, fn: Resize) -> Resize:
         """Have a function called whenever the number of workers has changed.
@@ -161,7 +164,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             The function, so that this can be a decorator.
 
         Raises:
-            TypeError: If it is not a function.
+            TypeError: If it is not a function, or contains `yield`.
 
         Cancellation:
             Of a `shrink` that awaits `fn` is raised in `fn`; the group has its new size by then.
@@ -171,6 +174,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         """
         if not callable(fn):
             raise TypeError(f"on_resize takes a function without arguments, got {fn!r}.")
+        require_no_yield(fn, "on_resize", RESIZE)
         self._resize_fns.append(fn)
         return fn
 

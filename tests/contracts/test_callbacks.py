@@ -23,11 +23,15 @@ import pytest
 import aioreplica as ar
 import aioreplica.testing as art
 from aioreplica.checkpoint import CheckpointManager
+from aioreplica.errors import WorkerLostError
 from aioreplica.integrations.asgi import OnlineService
 from aioreplica.online import FolderSource, Migration, OnlineLearner
+from aioreplica.strategies import MultiWorkerMirroredStrategy
 from aioreplica.telemetry import Observer, events_to
 from tests.conftest import mirrored
 from tests.parameter_server.coordinating import coordinating
+from tests.strategies.test_multi_worker_shrink import count, lose
+from tests.strategies.workers import communicator_of, on_workers
 
 RAN: list[str] = []
 Row = Callable[[Any], Awaitable[object]]
@@ -225,6 +229,23 @@ async def explored(call: Callable[[Any], Any], fn: Any) -> None:
         report.check()
 
 
+async def resized(fn: Any) -> None:
+    both_ready = asyncio.Barrier(2)
+
+    async def program(strategy: MultiWorkerMirroredStrategy) -> None:
+        await strategy.run(count)
+        await both_ready.wait()
+        if communicator_of(strategy).rank == 0:
+            lose(strategy)
+            return
+        with pytest.raises(WorkerLostError):
+            await strategy.run(count)
+        strategy.on_resize(fn)
+        await strategy.shrink()
+
+    await on_workers(2, 1, program)
+
+
 async def modelled(fn: Any) -> None:
     art.linearizable(art.History(), fn)
 
@@ -235,6 +256,7 @@ ROWS: dict[str, Row] = {
         lambda s, _: s.extended.call_for_each_replica(fn)
     ),
     "Strategy.run_steps(fn)": lambda fn: with_strategy(lambda s, _: s.run_steps(fn, iter([1, 2]))),
+    "MultiWorkerMirroredStrategy.on_resize(fn)": resized,
     "Extended.update(fn)": lambda fn: with_strategy(lambda s, v: s.extended.update(v, fn)),
     "Extended.update_non_slot(fn)": lambda fn: with_strategy(
         lambda s, v: s.extended.update_non_slot(s.extended.non_slot_devices([v]), fn)
