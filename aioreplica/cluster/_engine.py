@@ -178,7 +178,7 @@ class Leave:
     def _begin(self) -> Poll | None:
         communicator, link = self._communicator, self._communicator.link
         group = communicator.group
-        others = [each for each in link.members if each is not communicator]
+        others = [each for each in tuple(link.members) if each is not communicator]
         if not group.name and any(each.queue for each in others):
             return None
         if link.ended is None:
@@ -353,7 +353,7 @@ class Visit:
             GroupEndedError: Always.
         """
         link, transport = self._link, self._transport
-        with suppress(RuntimeError):  # of the engine: notes may be lost with the rest
+        with suppress(RuntimeError, ValueError):  # notes may be lost with the rest, or cut
             link.look_for_gone(self, at_once=True)  # one that closes says so first
         failure = transport.explain(error, self.call.describe())
         if failure is None:

@@ -456,7 +456,9 @@ class Bucket:
         """Take the operations that could go together."""
         first, parts, origins = self._first, self._parts, self._from
         op, num_bytes, num_in_slot = parts[0][1].op, 0, 0
-        for each in self._queue.copy():
+        # Not of a copy: without a GIL that fails, as the event loop may add to the queue meanwhile.
+        for number in range(min(len(self._queue), MAX_FOLLOWERS + 1)):
+            each = self._queue[number]
             if each is not first and not (each.can_fuse and each.run is first.run):
                 return
             for part in each.parts.copy():  # which the event loop may add to

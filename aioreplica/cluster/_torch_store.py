@@ -96,6 +96,7 @@ class Store:
     def __init__(self, raw: Any, completions: CompletionQueue, answer_s: float = ANSWER_S) -> None:
         self.raw = raw
         self._answer_s = answer_s
+        self._is_closed = False
         self._asked: SimpleQueue[Answer[Any] | None] = SimpleQueue()
         self._oldest: Answer[object] | None = None  # that the thread is at
         self._lane = Lane("torch.store", nice=0)
@@ -122,6 +123,8 @@ class Store:
             StoreSilentError: If there is no answer in time.
             RuntimeError: If the store is gone.
         """
+        if self._is_closed:  # nobody is left to answer
+            raise StoreSilentError("the store was given back")
         answer = self.ask(lambda: fn(*args))
         if not self.is_silent:
             answer.wait(self._answer_s)
@@ -145,6 +148,7 @@ class Store:
 
     def close(self) -> None:
         """End the thread after the calls that are queued; idempotent."""
+        self._is_closed = True
         self._asked.put(None)
         self._lane.stop()
 

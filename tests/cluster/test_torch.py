@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from aioreplica.cluster import ClusterResolver, _torch
+from aioreplica.cluster._torch_store import Store, StoreSilentError
 from aioreplica.devices import CompletionQueue
 from aioreplica.errors import WorkerLostError
 
@@ -31,3 +32,14 @@ async def test_a_store_that_goes_while_workers_meet_is_a_loss(
         _torch.join(resolver, 1.0, CompletionQueue.of_running_loop())
 
     assert told.value.ranks == (0,)
+
+
+@pytest.mark.asyncio
+async def test_a_store_that_was_given_back_refuses_calls_at_once() -> None:
+    """A split may be closed after its group; the lane that tells the others serves all groups."""
+    store = Store(None, CompletionQueue.of_running_loop(), answer_s=1e6)
+    assert store.call(lambda: 3) == 3
+    store.close()
+
+    with pytest.raises(StoreSilentError, match="given back"):
+        store.call(lambda: 3)

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -377,3 +378,27 @@ async def test_a_stream_of_them_keeps_no_input_that_has_been_reduced() -> None:
 
     for (kept,) in await on_workers(2, 1, program):
         assert min(kept) > 15
+
+
+@pytest.mark.asyncio
+async def test_the_lane_looks_at_the_queue_while_the_event_loop_adds_to_it() -> None:
+    """Without a GIL a copy of a deque fails then, and the next item is all that is safe."""
+
+    class Growing(deque[Any]):
+        def copy(self) -> Any:
+            raise RuntimeError("deque mutated during iteration")
+
+        __copy__ = copy
+
+    async def step() -> list[Any]:
+        handles = [me().start_all_reduce(("sum", "mean")[i % 2], np.ones(4) * i) for i in range(12)]
+        return [(await handle)[0] for handle in handles]
+
+    async def program(strategy: MultiWorkerMirroredStrategy) -> Any:
+        workers = strategy._runtime.workers
+        assert workers is not None
+        workers.queue = Growing()
+        return strategy.local_results(await strategy.run(step))[0]
+
+    expected = [i if i % 2 else 2 * i for i in range(12)]
+    assert await on_workers(2, 1, program) == [expected, expected]
