@@ -145,6 +145,47 @@ async def test_a_filled_array_is_right_or_refused() -> None:
         np.testing.assert_array_equal(found, 2.0**41)
 
 
+@jax.tree_util.register_pytree_node_class
+class Scaled:
+    """An array, and a number that jax only compares."""
+
+    def __init__(self, array: Any, limit: Any) -> None:
+        self.array, self.limit = array, limit
+
+    def tree_flatten(self) -> Any:
+        return (self.array,), self.limit
+
+    @classmethod
+    def tree_unflatten(cls, limit: Any, children: Any) -> Any:
+        return cls(*children, limit)
+
+
+async def test_large_integers_that_jax_computes_nothing_with(pair: ar.Strategy) -> None:
+    """They are given out beside a loss, or compared as a part of a structure."""
+    with pair.scope():
+        w = ar.Variable(np.ones(4, np.float32))
+        sgd = ar.optimizers.SGD(0.1)
+
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        def loss() -> Any:
+            return jnp.sum(w.value * x), {"tokens": WIDE}
+
+        _, aux = sgd.blocking.minimize(loss, backend="jax", has_aux=True)
+        ctx.set_last_step_output("tokens", float(aux["tokens"]))
+        fn = jax.jit(lambda each: Scaled(each.array * 2, each.limit))
+        found = jax.vmap(fn)(Scaled(jnp.asarray(x), WIDE))
+        found = jax.lax.cond(x[0] > 0, lambda: found, lambda: Scaled(x * 2, WIDE))
+        ctx.set_last_step_output("x", found.array)
+
+    [(x,)] = vectors(pair, 1)
+    result = await pair.run_steps(step, iter([(x,)]), 1, compile="jax")
+    assert result.last_step_outputs["tokens"].values == (2.0**40, 2.0**40)
+    np.testing.assert_allclose(result.last_step_outputs["x"].values, 2 * np.stack(x.values))
+
+    with pytest.raises(OverflowError, match="The step holds 1099511627776"):  # with this it does
+        jax.eval_shape(only_looked_at(lambda y: jax.jit(lambda z: z.array + y)(Scaled(WIDE, 0))), 1)
+
+
 async def test_a_list_that_holds_itself_is_looked_at_once() -> None:
     own: list[Any] = [np.int64(1)]
     own.append(own)
@@ -214,6 +255,29 @@ async def test_numbers_of_a_constraint_are_not_cut(pair: ar.Strategy) -> None:
 
 
 LARGEST = 2**31 - 1
+
+
+@pytest.mark.parametrize("number", [2**40, np.int64(-(2**31) - 1), np.uint64(2**32)])
+async def test_outputs_to_begin_with_are_not_cut(pair: ar.Strategy, number: Any) -> None:
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        ctx.set_last_step_output("n", ctx.last_step_outputs["n"] + 1)
+
+    batches = iter(vectors(pair, 1))
+    options = {"initial_loop_values": {"n": number}, "compile": "jax"}
+    with pytest.raises(OverflowError, match=f"An output to begin with holds {number}, which u?int"):
+        await pair.run_steps(step, batches, 1, **options)
+    options["initial_loop_values"] = {"n": LARGEST - 1}
+    result = await pair.run_steps(step, batches, 1, **options)  # its element went back
+    assert result.last_step_outputs["n"].values == (LARGEST, LARGEST)
+
+
+async def test_an_output_to_begin_with_that_becomes_a_float(pair: ar.Strategy) -> None:
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        ctx.set_last_step_output("n", ctx.last_step_outputs["n"] * 0.5)
+
+    options = {"initial_loop_values": {"n": 2**40}, "compile": "jax"}
+    result = await pair.run_steps(step, iter(vectors(pair, 1)), 1, **options)
+    assert result.last_step_outputs["n"].values == (2.0**39, 2.0**39)
 
 
 @pytest.mark.parametrize("scans", [True, False])

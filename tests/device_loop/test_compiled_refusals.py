@@ -3,9 +3,11 @@
 import io
 import logging
 import random
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
@@ -102,6 +104,56 @@ async def test_python_in_each_step(pair: ar.Strategy, step: Any) -> None:
         await pair.run_steps(step, iter([element()]), 1, compile="jax")
 
     assert any(line_of(step) in note for note in caught.value.__notes__)
+
+
+def keeps_on_printing(ctx: ar.MultiStepContext, x: Any) -> None:
+    try:
+        print("a step")  # here
+    except ContextError:
+        time.sleep(0)  # nobody looks any more
+    ctx.set_last_step_output("x", x)
+
+
+def keeps_on_cutting(ctx: ar.MultiStepContext, x: Any) -> None:
+    for number in (np.int64(2**40), 1):
+        try:
+            x = jnp.asarray(x) + number
+            break
+        except OverflowError:
+            x = x - np.int64(2**41)  # here
+    ctx.set_last_step_output("x", x)
+
+
+async def test_a_refusal_that_the_step_catches(pair: ar.Strategy) -> None:
+    """Python takes the profile function away that has raised: what comes then is not seen."""
+    for _ in range(2):
+        with pytest.raises(ContextError, match=r"print\(\) was called in a step") as caught:
+            await pair.run_steps(keeps_on_printing, iter([element()]), 1, compile="jax")
+        assert any(line_of(keeps_on_printing) in note for note in caught.value.__notes__)
+        with pytest.raises(OverflowError, match="The step holds 1099511627776, which int32"):
+            await pair.run_steps(keeps_on_cutting, iter([element()]), 1, compile="jax")
+        assert sys.getprofile() is None
+
+
+@pytest.mark.parametrize("file", ["<ipython-input-3>", "/lib/site-packages/training/steps.py"])
+@pytest.mark.parametrize("partly", [False, True])
+async def test_the_file_of_a_step_is_the_users(pair: ar.Strategy, file: str, partly: bool) -> None:
+    """It may have been typed at a prompt, or be part of an installed package."""
+    names: dict[str, Any] = {"WIDE": np.int64(2**40)}
+    lines = """
+def prints(ctx, x):
+    print("a step")
+
+def cuts(ctx, x):
+    ctx.set_last_step_output("x", x + WIDE)
+"""
+    exec(compile(lines, file, "exec"), names)
+    prints, cuts = (partial(names[n]) if partly else names[n] for n in ("prints", "cuts"))
+
+    with pytest.raises(ContextError, match=r"print\(\) was called in a step"):
+        await pair.run_steps(prints, iter([element()]), 1, compile="jax")
+    with pytest.raises(OverflowError, match="The step holds 1099511627776, which int32"):
+        await pair.run_steps(cuts, iter([element()]), 1, compile="jax")
 
 
 async def test_awaiting(pair: ar.Strategy) -> None:

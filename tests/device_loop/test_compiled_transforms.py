@@ -232,3 +232,53 @@ async def test_values_that_a_transformed_function_has_left_are_refused(pair: ar.
                 lambda ctx, x: step(ctx, x, transform),  # noqa: B023 - run at once
                 iter(vectors(pair, 1)), 1, compile="jax",
             )  # fmt: skip
+
+
+def drawn(y: Any) -> Any:
+    return y + jax.random.normal(ar.autodiff.jax_key("noise"), y.shape)
+
+
+def drawn_twice(y: Any) -> Any:
+    return 2 * drawn(y)
+
+
+def drawn_in_turn(y: Any, each: Any) -> Any:
+    return drawn(y), each
+
+
+KEPT: dict[str, Any] = {
+    "jit": jax.jit(lambda y: drawn(y)),
+    "checkpoint": jax.checkpoint(lambda y: drawn(y)),
+    "scan": lambda x: lax.scan(drawn_in_turn, x, x)[0],
+    "cond": lambda x: lax.cond(x[0] > 0, drawn, drawn_twice, x),
+}
+
+
+@pytest.mark.parametrize("fn", KEPT.values(), ids=KEPT)
+async def test_a_function_that_keeps_a_key_is_refused(pair: ar.Strategy, fn: Any) -> None:
+    """Each step would draw the numbers of the first one."""
+    v = variable(pair)
+
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        v.blocking.assign(fn(jnp.asarray(x)))
+
+    for _ in range(2):  # jax knows it then
+        with pytest.raises(TypeError, match=r"keeps .*, and the keys of jax_key: pass"):
+            await pair.run_steps(step, iter(vectors(pair, 3)), 3, compile="jax")
+    assert v.version == 0
+
+
+async def test_keys_in_transformed_functions_of_the_step() -> None:
+    found = []
+    for options in ({}, {"compile": "jax"}):
+        strategy = ar.MirroredStrategy(["cpu:0", "cpu:1"])  # a new one, as steps are counted
+        v = variable(strategy)
+
+        def step(ctx: ar.MultiStepContext, x: Any, v: ar.Variable = v) -> None:
+            parts = [jax.jit(lambda y: drawn(y)), jax.checkpoint(lambda y: drawn(y))]
+            v.blocking.assign(v.value + sum(each(jnp.asarray(x)) for each in parts))
+
+        async with strategy:
+            await strategy.run_steps(step, iter(vectors(strategy, 3)), 3, **options)
+        found.append(v.value)
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)

@@ -12,6 +12,7 @@ from ...errors import ContextError
 from ...optimizers import Optimizer
 from ...tree import Array, flatten
 from ...values import Variable
+from ._narrow import require_32_bits
 from ._prepared import finished_after
 from ._program import Report, StepProgram, of_each, of_first
 from ._programs import CompiledSteps
@@ -157,7 +158,11 @@ def _interference(bases: Mapping[Variable, tuple[Array, ...]], num_steps: int) -
 def _first_outputs(
     program: StepProgram, initial: Sequence[Mapping[str, object]]
 ) -> list[jax.Array]:
-    """Put the outputs to begin with on the devices; zeros where there is none."""
+    """Put the outputs to begin with on the devices; zeros where there is none.
+
+    Raises:
+        OverflowError: If an integer does not fit 32 bits, and jax may not use 64.
+    """
     if program.zeros is not None and not any(initial):
         return program.zeros
     flat = [
@@ -168,6 +173,8 @@ def _first_outputs(
     for i, shape in enumerate(program.outputs.shapes):
         each = [np.zeros(shape.shape, shape.dtype)] * program.num_replicas
         if i < len(flat[0]):
+            if shape.dtype.kind in "iu":
+                require_32_bits((own[i] for own in flat), "An output to begin with")
             each = [own[i].astype(shape.dtype) for own in flat]
         outputs.append(program.put_each(each))
     if not any(initial):

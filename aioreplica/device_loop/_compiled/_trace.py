@@ -107,7 +107,7 @@ class StepTrace:
             PLACE.set(Place(self.strategy, self.replica))  # type: ignore[arg-type]  # runs no op
             OVERRIDES.set(self)
             TRACE.set(self)
-            with only_recorded():
+            with only_recorded(fn):
                 return fn(ctx, *inputs)
 
         result = copy_context().run(call)
@@ -325,7 +325,7 @@ class StepTrace:
     def jax_key(self, name: str, shared: bool) -> Traced:
         """Return the key that `ar.autodiff.jax_key` gives in this step."""
         self.key_names[name, shared] = None
-        seed = jnp.uint32(0) if self._keys is None else self._keys[name, shared]
+        seed = self._index.astype(jnp.uint32) if self._keys is None else self._keys[name, shared]
         return jax.random.key(seed)
 
     def _require_here(self, what: str) -> None:

@@ -39,6 +39,8 @@ COMPUTING = (FOLDERS["jax"], FOLDERS["aioreplica"])
 """Those whose functions put numbers into the program."""
 TREES = (f"{os.sep}tree_util.py", f"{os.sep}tree.py", f"{os.sep}tree{os.sep}__init__.py")
 """Ends of the paths of functions that only arrange what they are given."""
+FLATTEN = ("tree_flatten", "tree_flatten_with_keys")
+"""Methods that take a node of a tree apart: into its children, and what is only compared."""
 INSTALLED = f"{os.sep}site-packages{os.sep}"
 """Part of the paths of packages, which may read files when they are imported."""
 
@@ -107,10 +109,11 @@ def require_own_values(num_inputs: int, args: object, fn: object, lines: Iterabl
     where = ", ".join(lines)
     raise TypeError(
         f"The step {getattr(fn, '__qualname__', fn)} cannot be compiled: it uses a value that was "
-        "kept when it was recorded before. A function under jax.jit that is made outside of the "
-        "step keeps the variables that it reads: pass it their values as arguments"
-        f"{f' (they are read at {where})' if where else ''}. Other functions that jax transforms "
-        "have to return what is used outside of them. Or leave out `compile`."
+        "kept when it was recorded before. A function that jax transforms (jax.jit, "
+        "jax.checkpoint, a body or branch) and that is made outside of the step keeps the "
+        "variables that it reads, and the keys of jax_key: pass it their values as arguments"
+        f"{f' (they are read at {where})' if where else ''}. Functions made in the "
+        "step have to return what is used outside of them. Or leave out `compile`."
     )
 
 
@@ -148,16 +151,37 @@ def require_recorded_in(own: object, what: str) -> None:
 
 
 @contextmanager
-def only_recorded() -> Iterator[None]:
+def only_recorded(fn: object = None) -> Iterator[None]:
     """Refuse calls from the user's code that print, read, write, wait or ask the time.
 
     They would be made once, while the step is recorded, and never again. So are integers of NumPy
-    that jax would cut: nothing in the program shows that it did.
+    that jax would cut: nothing in the program shows that it did. Nor is it enough that the user's
+    code catches what is raised: Python asks a profile function that has raised no more.
+
+    Args:
+        fn: The step function, whose file is the user's wherever it lies.
+
+    Raises:
+        ContextError: At such a call, and once more at the end if it was caught.
+        OverflowError: For such a number, in the same way.
     """
+    code = getattr(getattr(fn, "func", fn), "__code__", None)
+    own = None if code is None else code.co_filename  # of a prompt, or of an installed package
+    refused: list[Exception] = []
+
+    def is_users(frame: FrameType) -> bool:
+        return frame.f_code.co_filename == own or _is_users(frame)
 
     def look(frame: FrameType, event: str, called: Any) -> None:
+        try:
+            judge(frame, event, called)
+        except Exception as error:
+            refused.append(error)
+            raise
+
+    def judge(frame: FrameType, event: str, called: Any) -> None:
         back = frame.f_back
-        if event == "call" and back is not None and _is_users(back):
+        if event == "call" and back is not None and is_users(back):
             if _takes_numbers(frame):
                 try:
                     require_32_bits(frame.f_locals.values(), "The step")
@@ -165,9 +189,11 @@ def only_recorded() -> Iterator[None]:
                     if not _converts(frame):
                         raise
             return
-        if event == "return" and back is not None and _takes_numbers(back) and _is_users(frame):
+        if event == "return" and back is not None and is_users(frame) and _is_of_jax(back):
+            if frame.f_code.co_name in FLATTEN and isinstance(called, tuple):
+                called = called[:1]  # the rest is no array: it is compared
             require_32_bits([called], "The step")  # such as the branches of jax.lax.cond
-        if event != "c_call" or not _is_users(frame):
+        if event != "c_call" or not is_users(frame):
             return
         owner = getattr(called, "__self__", None)
         if called in ONCE or isinstance(owner, io.IOBase):
@@ -177,8 +203,16 @@ def only_recorded() -> Iterator[None]:
     sys.setprofile(look)
     try:
         yield
+        if refused:
+            raise refused[0]
     finally:
         sys.setprofile(before)
+        refused.clear()  # its traceback leads here
+
+
+def _is_of_jax(frame: FrameType) -> bool:
+    """Tell whether it is a function of jax that puts numbers into the program."""
+    return _takes_numbers(frame) and frame.f_code.co_filename.startswith(FOLDERS["jax"])
 
 
 def _takes_numbers(frame: FrameType) -> bool:
