@@ -5,9 +5,13 @@ at a time; to add m bytes takes gamma * m. Algorithms are simulated in rounds: e
 time at which it is ready, and a round makes new ones from those of the workers it hears from. So a
 worker that starts late, or whose messages are slow, delays exactly those that depend on it.
 
+A worker that sends many messages in one round does not wait for one after the other: only the first
+costs alpha, and each an overhead of the processor and its bytes (LogGP).
+
 Source:
     R. Hockney, "The communication challenge for MPP" (1994); R. Thakur, R. Rabenseifner, W. Gropp,
-    "Optimization of collective communication operations in MPICH" (2005), for the algorithms.
+    "Optimization of collective communication operations in MPICH" (2005), for the algorithms;
+    A. Alexandrov, M. Ionescu, K. Schauser, C. Scheiman, "LogGP" (1995), for many messages.
 """
 
 from __future__ import annotations
@@ -17,6 +21,9 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 import numpy as np
+
+from aioreplica.cluster._engine import SMALL_BYTES
+from aioreplica.cluster._frame import FRAME_BYTES
 
 MAX_SIMULATED_RING = 2048  # workers; beyond, the same result from a formula (see `_ring`)
 
@@ -54,6 +61,9 @@ class Cluster:
         per_host: Workers of a host.
         ports: Links of a host to others, which its workers share.
         slow: Factor of the messages of each worker; None if all are alike.
+        overhead: Seconds of the processor per message, where many are on their way.
+        look: Seconds per frame that a worker of aioreplica looks at.
+        software: Seconds of a reduction of aioreplica that are no message and no sum.
     """
 
     inside: Link
@@ -62,6 +72,9 @@ class Cluster:
     per_host: int = 8
     ports: int = 1
     slow: Any = None
+    overhead: float = 0.0
+    look: float = 0.0
+    software: float = 0.0
 
     def link(self, size: int, num_senders: int = 1) -> Link:
         """Return the slowest link that so many workers, host by host, have among them.
@@ -141,19 +154,34 @@ def _ring(start: Times, costs: Any, num_rounds: int) -> Times:
     return np.full(len(start), start.max() + num_rounds * costs.max())
 
 
-def pairs(cluster: Cluster, num_bytes: int, start: Times) -> Times:
-    """Send each worker its part, add up, send all the sums: what aioreplica does with few.
-
-    Every worker needs all others, twice; its messages go out one after the other.
-    """
+def to_all(cluster: Cluster, num_bytes: float, start: Times) -> Times:
+    """Have every worker send so many bytes to each of the others, all of which it needs."""
     size = len(start)
     if size == 1:
         return start.copy()
-    part = num_bytes / size
-    costs = (size - 1) * cluster.link(size, cluster.per_host).seconds(part)
-    costs = costs * cluster.factors(size)
-    added = np.full(size, (start + costs).max() + cluster.gamma * num_bytes)
-    return np.full(size, (added + costs).max())
+    inside = min(size, cluster.per_host) - 1
+    outside = size - 1 - inside
+    shared = cluster.link(size, cluster.per_host)
+    cost = shared.alpha + (size - 1) * cluster.overhead
+    cost += (inside * cluster.inside.beta + outside * shared.beta) * num_bytes
+    return np.full(size, (start + cost * cluster.factors(size)).max())
+
+
+def exchange(cluster: Cluster, num_bytes: int, start: Times) -> Times:
+    """Reduce as aioreplica does: frames to all, then parts to all, sums to all.
+
+    Frames carry arrays that are small enough with them; two workers send each other everything.
+    """
+    size = len(start)
+    looked = cluster.software + size * cluster.look
+    if num_bytes <= SMALL_BYTES // size:
+        ready = to_all(cluster, FRAME_BYTES + num_bytes, start)
+        return ready + looked + size * num_bytes * cluster.gamma
+    ready = to_all(cluster, FRAME_BYTES, start) + looked
+    if size > 2:
+        ready = to_all(cluster, num_bytes / size, ready) + num_bytes * cluster.gamma
+        return to_all(cluster, num_bytes / size, ready)
+    return to_all(cluster, num_bytes, ready) + size * num_bytes * cluster.gamma
 
 
 def hierarchical(cluster: Cluster, num_bytes: int, start: Times) -> Times:
@@ -182,7 +210,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "ring": ring,
     "tree": tree,
     "hierarchical": hierarchical,
-    "pairs": pairs,
+    "aioreplica": exchange,
 }
 
 

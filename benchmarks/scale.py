@@ -1,7 +1,8 @@
 """Reductions among up to 65,536 workers: a model fitted to messages that are measured here.
 
 Two workers of this machine measure what a message costs inside a host; what one costs between
-hosts is an option. Then ring, tree and hierarchical reductions are simulated, with stragglers.
+hosts is an option. Then the reduction of this library, and those of a ring, a tree and hierarchies,
+are simulated, with stragglers. The model is checked against 2 to 16 workers of this machine.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from ._scaling import ALGORITHMS, Cluster, Link, fit, seconds_of, step_starts
+from ._scaling import ALGORITHMS, Cluster, Link, exchange, fit, seconds_of, step_starts
 
 COUNTS = tuple(2**power for power in range(1, 17))
 SIZES = (4 * 1024, 1024**2, 100 * 1024**2, 1024**3)
 STEP_S = 0.2
 STEP_BYTES = 100 * 1024**2
+CHECKED = (2, 4, 8, 16)  # workers of this machine
 SLOW = 3.0
 NUM_DRAWS = 20
 
@@ -41,17 +43,23 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--picture", type=Path, help="where to draw the curves (needs matplotlib)")
     parser.add_argument("--output", type=Path, default=Path("benchmark-results-scale.json"))
     chosen = parser.parse_args(arguments)
-    measured = json.loads(chosen.points.read_text())["measured"] if chosen.points else measure()
-    inside = fit([(int(size), float(seconds)) for size, seconds in measured["points"]])
+    if chosen.points:
+        measured = json.loads(chosen.points.read_text())["measured"]
+    else:
+        measured = measure(CHECKED[:2] if chosen.quick else CHECKED)
     between = Link(chosen.latency_us * 1e-6, 8e-9 / chosen.gbit)
-    cluster = Cluster(inside, between, float(measured["gamma"]), chosen.per_host, chosen.ports)
+    cluster = cluster_of(measured, between, chosen.per_host, chosen.ports)
+    inside = cluster.inside
     print(
         f"measured inside a host: {inside.alpha * 1e6:.1f} µs and "
-        f"{1e-9 / inside.beta:.2f} GB/s a message, {1e-9 / cluster.gamma:.1f} GB/s of sums, "
-        f"{measured['awaited'] * 1e6:.0f} µs an awaited all_reduce of 1 KiB\n"
+        f"{1e-9 / inside.beta:.2f} GB/s a message, {cluster.overhead * 1e6:.1f} µs each of many, "
+        f"{1e-9 / cluster.gamma:.1f} GB/s of sums, {cluster.look * 1e9:.0f} ns a frame, "
+        f"{cluster.software * 1e6:.0f} µs of Python a reduction in a step\n"
         f"assumed between hosts: {chosen.latency_us:g} µs, {chosen.gbit:g} Gbit/s, "
         f"{chosen.ports} for a host\n"
     )
+    checks = check(cluster, measured)
+    print_checks(checks)
     reductions = simulate(cluster)
     print_reductions(reductions)
     steps = simulate_steps(cluster, 3 if chosen.quick else NUM_DRAWS)
@@ -59,28 +67,74 @@ def main(arguments: Sequence[str]) -> None:
     result = {
         "benchmark": "scale", "measured": measured, "inside": asdict(inside),
         "between": asdict(between), "gamma": cluster.gamma, "per_host": cluster.per_host,
-        "reductions": reductions, "steps": steps,
+        "checks": checks, "reductions": reductions, "steps": steps,
     }  # fmt: skip
     chosen.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if chosen.picture:
         draw(result, chosen.picture)
 
 
-def measure() -> dict[str, Any]:
-    """Start two workers by mpirun and return what worker 0 has measured."""
+def measure(counts: Sequence[int]) -> dict[str, Any]:
+    """Start so many workers by mpirun, one number after the other; return what workers 0 saw."""
     launcher = Path(sys.executable).with_name("mpirun")
     if not launcher.exists():
         sys.exit('There is no mpirun beside this interpreter: pip install "aioreplica[mpi]".')
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     if os.geteuid() == 0:
         environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    measured: dict[str, Any] = {"reduced": []}
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "messages.json"
         worker = [sys.executable, "-m", "benchmarks._messages", str(output)]
-        command = [str(launcher), "--map-by", ":OVERSUBSCRIBE", "-n", "2", *worker]
-        subprocess.run(command, env=environment, check=True, timeout=300)
-        measured: dict[str, Any] = json.loads(output.read_text())
-        return measured
+        for count in counts:
+            command = [str(launcher), "--map-by", ":OVERSUBSCRIBE", "-n", str(count), *worker]
+            subprocess.run(command, env=environment, check=True, timeout=300)
+            found = json.loads(output.read_text())
+            rows = [(count, num_bytes, seconds) for num_bytes, seconds in found.pop("reduced")]
+            measured["reduced"] += rows
+            measured |= {"cores": os.cpu_count()} | {key: found[key] for key in found}
+    return measured
+
+
+def cluster_of(measured: dict[str, Any], between: Link, per_host: int, ports: int) -> Cluster:
+    """Return the model with what was measured.
+
+    What a small reduction of two workers takes beyond its messages and sums is software.
+    """
+    inside = fit([(int(size), float(seconds)) for size, seconds in measured["points"]])
+    bare = Cluster(
+        inside, between, float(measured["gamma"]), per_host, ports,
+        overhead=float(measured["overhead"]), look=float(measured["look"]),
+    )  # fmt: skip
+    count, num_bytes, seconds = measured["reduced"][0]
+    return replace(bare, software=max(0.0, seconds - seconds_of(exchange, bare, num_bytes, count)))
+
+
+def check(cluster: Cluster, measured: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what reductions of all workers of this machine took, and should take.
+
+    Workers that share a core take turns on it.
+    """
+    one_host = replace(cluster, per_host=max(COUNTS))
+    return [
+        {
+            "workers": count, "bytes": num_bytes, "measured": seconds,
+            "simulated": max(1.0, count / measured["cores"])
+            * seconds_of(exchange, one_host, num_bytes, count),
+        }
+        for count, num_bytes, seconds in measured["reduced"]
+    ]  # fmt: skip
+
+
+def print_checks(rows: Sequence[dict[str, Any]]) -> None:
+    """Print what was measured beside what is simulated."""
+    print(f"{'all_reduce in a step':<24}{'workers':>8}{'measured':>12}{'simulated':>12}  ms")
+    for row in rows:
+        print(
+            f"{_in_words(row['bytes']):<24}{row['workers']:>8}{row['measured'] * 1e3:>12.3g}"
+            f"{row['simulated'] * 1e3:>12.3g}"
+        )
+    print()
 
 
 def simulate(cluster: Cluster) -> list[dict[str, Any]]:

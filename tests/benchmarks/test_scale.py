@@ -9,8 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from aioreplica.cluster._frame import FRAME_BYTES
 from benchmarks import _scaling, scale
-from benchmarks._scaling import ALGORITHMS, Cluster, Link, fit, hierarchical, ring, seconds_of, tree
+from benchmarks._scaling import (
+    ALGORITHMS,
+    Cluster,
+    Link,
+    exchange,
+    fit,
+    hierarchical,
+    ring,
+    seconds_of,
+    to_all,
+    tree,
+)
 
 LINK = Link(1e-5, 1e-9)
 FLAT = Cluster(LINK, LINK, 1e-10, per_host=1)
@@ -57,6 +69,51 @@ def test_the_formula_of_long_rings_is_the_simulation(monkeypatch: pytest.MonkeyP
         assert formula == pytest.approx(simulated, rel=tolerance)
 
 
+def test_messages_to_all_cost_their_bytes_and_one_latency() -> None:
+    hosts = replace(HOSTS, overhead=1e-6)
+    start = np.zeros(64)
+    start[5] = 1e-3
+
+    ready = to_all(hosts, 1000, start)
+
+    shared = LINK.beta * 8  # the workers of a host send at once
+    expected = 1e-3 + LINK.alpha + 63e-6 + 1000 * (7 * HOSTS.inside.beta + 56 * shared)
+    assert ready == pytest.approx(np.full(64, expected))
+    assert to_all(hosts, 1000, np.zeros(1)) == [0.0]
+
+
+def test_the_reduction_of_the_library_sends_frames_and_then_parts() -> None:
+    cluster = replace(FLAT, overhead=1e-6, look=1e-7, software=1e-4)
+
+    def all_messages(num_bytes: float, count: int) -> float:
+        return LINK.alpha + (count - 1) * (1e-6 + num_bytes * LINK.beta)
+
+    looked = 1e-4 + 16e-7
+    small = all_messages(FRAME_BYTES + 4096, 16) + looked + 16 * 4096 * FLAT.gamma
+    assert seconds_of(exchange, cluster, 4096, 16) == pytest.approx(small)
+    large = all_messages(FRAME_BYTES, 16) + looked + 2 * all_messages(2**20 / 16, 16)
+    large += 2**20 * FLAT.gamma
+    assert seconds_of(exchange, cluster, 2**20, 16) == pytest.approx(large)
+    two = all_messages(FRAME_BYTES, 2) + 1e-4 + 2e-7 + all_messages(2**20, 2)
+    two += 2 * 2**20 * FLAT.gamma
+    assert seconds_of(exchange, cluster, 2**20, 2) == pytest.approx(two)
+
+
+def test_what_a_model_is_checked_with_is_not_what_it_was_made_of() -> None:
+    points = [(size, LINK.seconds(size)) for size in (64, 4096, 2**20)]
+    measured = {
+        "points": points, "gamma": 1e-10, "overhead": 1e-6, "look": 1e-7, "cores": 2,
+        "reduced": [(2, 4096, 5e-4), (16, 4096, 1e-2)],
+    }  # fmt: skip
+
+    cluster = scale.cluster_of(measured, LINK, per_host=8, ports=1)
+    two, sixteen = scale.check(cluster, measured)
+
+    assert two["simulated"] == pytest.approx(5e-4)  # which says how much is software
+    assert sixteen["simulated"] > 8 * 5e-4  # eight workers take turns on a core
+    assert sixteen["measured"] == 1e-2
+
+
 def test_each_algorithm_wins_where_it_should() -> None:
     assert seconds_of(tree, FLAT, 1000, 4096) < seconds_of(ring, FLAT, 1000, 4096)
     assert seconds_of(ring, FLAT, 10**9, 64) < seconds_of(tree, FLAT, 10**9, 64)
@@ -72,9 +129,11 @@ def test_the_command_on_recorded_points(
     monkeypatch.setattr(scale, "COUNTS", counts)
     points = [(size, LINK.seconds(size)) for size in (64, 4096, 2**20)]
     recorded = tmp_path / "recorded.json"
-    recorded.write_text(
-        json.dumps({"measured": {"points": points, "gamma": 1e-10, "awaited": 1e-4}})
-    )
+    measured = {
+        "points": points, "gamma": 1e-10, "overhead": 1e-6, "look": 1e-7, "cores": 2,
+        "reduced": [[2, 4096, 3e-4], [4, 4096, 8e-4]],
+    }  # fmt: skip
+    recorded.write_text(json.dumps({"measured": measured}))
     output, picture = tmp_path / "result.json", tmp_path / "curves.png"
 
     scale.main(["--quick", "--points", str(recorded), "--output", str(output), "--picture",
