@@ -149,6 +149,8 @@ class Poller:
 
     def _run(self) -> None:
         """Go on with all queues until they are empty, and have been for a moment."""
+        with self._guard:
+            """Who has started this has queued what it is for: else it would wait in vain."""
         (first_s, most_s), looks_at = self._pauses, 0.0
         pause_s, has_paused = first_s, False
         while True:

@@ -242,6 +242,7 @@ def test_a_save_in_the_background_whose_loop_was_closed_is_an_error_once(
     async def on_another() -> None:
         async def work() -> None:
             task.cancel()
+            is_closed.set()  # its save waits for the thread of the one that is gone
             await asyncio.Event().wait()
 
         calls: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {

@@ -20,6 +20,7 @@ from aioreplica.cluster import Communicator, LocalCommunicator, _engine, _poller
 from aioreplica.cluster._communicator import AGREE, NOTHING, Call
 from aioreplica.cluster._torch import TorchTransport
 from aioreplica.cluster._transport import PASSED, WAITING, Note
+from aioreplica.devices import CompletionQueue, Lane, Op
 from aioreplica.errors import StallError, WorkerLostError
 from aioreplica.typing import ReduceOp
 from tests.cluster.thread_engine import ThreadCommunicator, Wires
@@ -48,6 +49,53 @@ def thread_splits() -> tuple[Group, Group]:
 def a_group_and_its_split() -> tuple[Group, Group]:
     whole = ThreadCommunicator.group(2, timeout=60.0)
     return whole, [c.split([1, 0]) for c in whole]
+
+
+class Watched:
+    """A lock that says which threads have come to it, before they wait for it."""
+
+    def __init__(self, name: str, come: list[str], has_come: threading.Event) -> None:
+        self._lock = threading.Lock()
+        self._said = (name, come, has_come)
+
+    def acquire(self, *args: Any, **kwargs: Any) -> bool:
+        name, come, has_come = self._said
+        if threading.current_thread() is not threading.main_thread():
+            come.append(name)
+            has_come.set()
+        return self._lock.acquire(*args, **kwargs)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+async def test_the_lane_does_not_look_before_the_call_is_queued_that_starts_it() -> None:
+    """It would find nothing to do, and wait for the next call, or a second."""
+    come: list[str] = []
+    has_come = threading.Event()
+    lane = Lane("test.poller", nice=0)
+
+    def put(op: Op[Any]) -> None:
+        lane.put(op)
+        assert has_come.wait(60)
+
+    poller = _poller.Poller(SimpleNamespace(put=put))  # type: ignore[arg-type]
+    poller._guard = Watched("guard", come, has_come)  # type: ignore[assignment]
+    poller._bell = Watched("bell", come, has_come)  # type: ignore[assignment]
+    poller._bell.acquire()
+
+    op: Op[int] = Op(CompletionQueue.of_running_loop(), lambda: 3, (), {})
+    poller.put(op)
+    assert await op == 3
+    assert come[0] == "guard"
+    poller.rest()
+    lane.stop()
 
 
 async def close(*groups: Group) -> None:

@@ -1,9 +1,7 @@
 """Programs of two workers in which one does something wrong: where it does, times what it does.
 
 `python fault_program.py FOLDER WHERE/WHAT...` runs programs one after the other, each with an event
-loop and a strategy of its own; under `mpirun`, say. `--serve` reads `[folder, port, programs]` from
-stdin, line by line, forks two workers for them, and answers with their exit statuses: torch takes
-seconds to import, and does so once.
+loop and a strategy of its own; under `mpirun`, say.
 
 A worker leaves what it was told in a file of FOLDER. The last worker is the victim, or worker 0
 with `WHERE/WHAT@0`.
@@ -12,7 +10,6 @@ with `WHERE/WHAT@0`.
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import signal
@@ -396,34 +393,6 @@ def run(folder: Path, name: str, rank: int, *, is_caught: bool) -> BaseException
     return left
 
 
-def serve() -> None:
-    """Fork two workers for each line; each of them ends as a program does, by what left it."""
-    import torch.distributed  # noqa: F401 - once for all
-
-    gc.freeze()  # for the forks
-    for line in sys.stdin:
-        folder, port, names = json.loads(line)
-        codes: dict[int, int] = {}
-        workers = []
-        for rank in (0, 1):
-            workers.append(os.fork())
-            if not workers[-1]:
-                place = {"WORLD_SIZE": "2", "RANK": str(rank)}
-                os.environ.update(place, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-                output = os.open(f"{folder}/output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-                os.dup2(output, sys.stderr.fileno())
-                main(folder, *names)
-                return
-        while len(codes) < len(workers):
-            worker, status = os.wait()
-            codes[worker] = os.waitstatus_to_exitcode(status)
-            if "SIGSTOP" in names[0]:  # nothing else ends who has stopped
-                for other in {*workers} - {*codes}:
-                    os.kill(other, signal.SIGKILL)
-        sys.stdout.write(json.dumps([codes[worker] for worker in workers]) + "\n")
-        sys.stdout.flush()
-
-
 def main(folder: str, *names: str) -> None:
     """Run programs; a single one ends the process as it would end a user's, by what left it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have turned it off
@@ -436,4 +405,4 @@ def main(folder: str, *names: str) -> None:
 
 
 if __name__ == "__main__":
-    serve() if sys.argv[1] == "--serve" else main(*sys.argv[1:])
+    main(*sys.argv[1:])

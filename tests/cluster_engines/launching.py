@@ -1,13 +1,21 @@
-"""Starting workers as their launchers do, and ending whatever a test has left of them."""
+"""Starting workers as their launchers do, and ending whatever a test has left of them.
+
+Run as a program, this forks the workers of Gloo: torch takes seconds to import, and does so once.
+"""
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
+import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +27,7 @@ STRATEGY_PROGRAM = str(Path(__file__).with_name("strategy_program.py"))
 ULFM = ("--with-ft", "ulfm")
 ROOT = str(Path(__file__).parents[2])
 LIMIT_S = 240.0
+MEMORY = Path("/dev/shm")  # where the system has one: no timeout is for a slow disk
 
 
 @dataclass
@@ -38,6 +47,13 @@ class Launch:
     codes: list[int] = field(default_factory=list)
     seconds: float = 0.0
     output: str = ""
+
+    def hear(self, line: str) -> None:
+        """Take one line of a worker's stdout; only what it says in JSON counts."""
+        if line.startswith("{"):
+            said = json.loads(line)
+            self.results[said["rank"]] = said["result"]
+            self.said.append(said["result"])
 
 
 def mpi(
@@ -71,22 +87,110 @@ def gloo(
     port: int | None = None,
     of_rank: Mapping[int, Mapping[str, str]] | None = None,
     program: str = PROGRAM,
+    limit_s: float = LIMIT_S,
     **variables: str,
 ) -> Launch:
-    """Start workers one by one, with the variables that torchrun sets."""
+    """Start workers with the variables that torchrun sets, as forks of one process."""
     common = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port or free_port()),
         "WORLD_SIZE": str(size), **variables,
     }  # fmt: skip
     of_rank = of_rank or {}
-    processes = [
-        started(
-            [sys.executable, program, *arguments],
-            {**common, "RANK": str(rank), **of_rank.get(rank, {})},
-        )
-        for rank in range(size)
-    ]
-    return ended(processes)
+    environments = [{**common, "RANK": str(n), **of_rank.get(n, {})} for n in range(size)]
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
+        codes = SERVER.fork(folder, program, arguments, environments, limit_s)
+        launch = Launch(codes=codes, seconds=time.monotonic() - start)
+        for rank in range(size):
+            for line in _text(folder, f"out{rank}").splitlines():
+                launch.hear(line)
+            launch.output += _text(folder, f"err{rank}")
+    return launch
+
+
+def _text(folder: str, name: str) -> str:
+    path = Path(folder, name)
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+class Server:
+    """The process that forks, from the first launch to the end of this one."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def fork(
+        self,
+        folder: str,
+        program: str,
+        arguments: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        limit_s: float,
+    ) -> list[int]:
+        """Return the exit statuses of the workers; none if they had to be killed, all of them."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__],
+                env={**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+            )  # fmt: skip
+            atexit.register(self.close)
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(f"{json.dumps([folder, program, arguments, environments])}\n")
+        process.stdin.flush()
+        ready, _, _ = select.select([process.stdout], [], [], limit_s)
+        if not ready:
+            self.close()
+            return []
+        codes: list[int] = json.loads(process.stdout.readline())
+        return codes
+
+    def close(self) -> None:
+        """End the process, with all that it has forked."""
+        process, self._process = self._process, None
+        if process is not None:
+            atexit.unregister(self.close)
+            with process:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+SERVER = Server()
+
+
+def serve() -> None:
+    """Fork the workers of each line; each of them ends as a program does, by what left it."""
+    import torch.distributed  # noqa: F401 - once for all
+
+    gc.freeze()  # for the forks
+    for line in sys.stdin:
+        folder, program, arguments, environments = json.loads(line)
+        workers: list[int] = []
+        for number, environment in enumerate(environments):
+            workers.append(os.fork())
+            if not workers[-1]:
+                for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
+                    path = f"{folder}/{name}{number}"
+                    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream.fileno())
+                os.environ.update(environment)
+                sys.argv = [program, *arguments]
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                runpy.run_path(program, run_name="__main__")
+                return
+        codes: dict[int, int] = {}
+        stopped = set()
+        while len(codes) < len(workers):
+            worker, status = os.waitpid(-1, os.WUNTRACED)
+            if os.WIFSTOPPED(status):
+                stopped.add(worker)
+            else:
+                codes[worker] = os.waitstatus_to_exitcode(status)
+            left = {*workers} - {*codes}
+            if codes and left <= stopped:  # nothing else ends them
+                for each in left:
+                    os.kill(each, signal.SIGKILL)
+        print(json.dumps([codes[worker] for worker in workers]), flush=True)
 
 
 def started(command: list[str], variables: Mapping[str, str]) -> subprocess.Popen[str]:
@@ -111,10 +215,7 @@ def ended(processes: list[subprocess.Popen[str]], limit_s: float = LIMIT_S) -> L
             errors.append(err)
             launch.codes.append(process.returncode)
             for line in out.splitlines():
-                if line.startswith("{"):
-                    said = json.loads(line)
-                    launch.results[said["rank"]] = said["result"]
-                    launch.said.append(said["result"])
+                launch.hear(line)
     finally:
         for process in processes:
             if process.poll() is None:
@@ -142,3 +243,7 @@ def row_after_shrinking(rank: int, size: int, lost: list[list[int]]) -> dict[str
         "task": [rank, size],
         "copied": "A MultiWorkerMirroredStrategy that has lost workers cannot be cop",
     }
+
+
+if __name__ == "__main__":
+    serve()

@@ -37,3 +37,4 @@ def test_torchrun_starts_all_again_from_the_newest_checkpoint(tmp_path: Path) ->
     assert process.returncode == 0, output
     assert output.count("goes on from checkpoint") == 1, output
     assert "epoch 12:" in output
+    assert "replicas: 4" in output

@@ -247,7 +247,7 @@ def test_workers_were_told_of_different_numbers() -> None:
 
 
 def test_a_rank_was_started_twice() -> None:
-    launched = gloo(3, "contract", of_rank={2: {"RANK": "1"}}, TEST_TIMEOUT="20")
+    launched = gloo(3, "contract", of_rank={2: {"RANK": "1"}}, TEST_TIMEOUT="6")
     rows = [row for row in launched.said if row["error"] == "ValueError"]
     assert len(rows) == 1, launched.said
     assert rows[0]["text"].startswith("Worker 1 was started twice: another process has come to")

@@ -10,10 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import select
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,9 +21,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.cluster_engines.launching import ROOT, ULFM, ended, free_port, started_by_mpi
+from tests.cluster_engines.launching import MEMORY, ULFM, ended, gloo, started_by_mpi
 
-MEMORY = Path("/dev/shm")
 PROGRAM = str(Path(__file__).with_name("fault_program.py"))
 BOUND_S = 60.0  # for what takes a second or less, on any machine: what is told later was not told
 LIMIT_S = 300.0  # of a launch
@@ -106,12 +102,11 @@ class Outcome:
 
 
 class Workers:
-    """Starts programs in a folder of its own; with Gloo as forks of a process that has torch."""
+    """Starts programs, each in a folder of its own."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.grouped: dict[str, Outcome] = {}
-        self._server: subprocess.Popen[str] | None = None
 
     def of_group(self, engine: str, name: str) -> Outcome:
         """Return what has become of one of the programs of one launch."""
@@ -130,38 +125,18 @@ class Workers:
         own = self.folder / folder
         own.mkdir()
         if engine == "gloo":
-            codes = self._fork(own, names)
-            output = (own / "output").read_text(encoding="utf-8", errors="replace")
+            launch = gloo(2, str(own), *names, program=PROGRAM, limit_s=LIMIT_S)
         else:
             options = ULFM if engine == "ulfm" else ()
             launcher = started_by_mpi(2, str(own), *names, options=options, program=PROGRAM)
             with launcher:
                 launch = ended([launcher], LIMIT_S)
-            codes, output = launch.codes, launch.output
-        outcome = Outcome(self._rows(folder, names[0]), codes, output, self._left(own))
+        rows = self._rows(folder, names[0])
+        outcome = Outcome(rows, launch.codes, launch.output, self._left(own))
         for process in outcome.left:  # the test fails, and the next ones have the machine
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         return outcome
-
-    def _fork(self, folder: Path, names: list[str]) -> list[int]:
-        server = self._server
-        if server is None:
-            server = self._server = subprocess.Popen(
-                [sys.executable, PROGRAM, "--serve"],
-                env={**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-            )  # fmt: skip
-        assert server.stdin is not None
-        assert server.stdout is not None
-        server.stdin.write(f"{json.dumps([str(folder), free_port(), names])}\n")
-        server.stdin.flush()
-        ready, _, _ = select.select([server.stdout], [], [], LIMIT_S)
-        if not ready:
-            self.close()
-            return []
-        codes: list[int] = json.loads(server.stdout.readline())
-        return codes
 
     def _rows(self, folder: str, name: str) -> dict[int, dict[str, Any]]:
         files = (self.folder / folder / name.replace("/", " ")).glob("*.json")
@@ -179,15 +154,6 @@ class Workers:
                 break
         return [process.pid for process in processes]
 
-    def close(self) -> None:
-        """End the process that forks, with all that it has forked."""
-        server, self._server = self._server, None
-        if server is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGKILL)
-            with server:
-                pass
-
 
 def is_dead(process: psutil.Process) -> bool:
     """Tell whether a process has ended, though the one that has inherited it may not know yet."""
@@ -201,11 +167,7 @@ def is_dead(process: psutil.Process) -> bool:
 def workers() -> Iterator[Workers]:
     """Start them in memory where the system has such a folder: no timeout is for a slow disk."""
     with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
-        started = Workers(Path(folder))
-        try:
-            yield started
-        finally:
-            started.close()
+        yield Workers(Path(folder))
 
 
 def told(where: str, what: str, victim: int) -> tuple[str, list[int], str]:
