@@ -271,6 +271,23 @@ async def test_outputs_to_begin_with_are_not_cut(pair: ar.Strategy, number: Any)
     assert result.last_step_outputs["n"].values == (LARGEST, LARGEST)
 
 
+async def test_a_sum_of_outputs_beyond_32_bits(pair: ar.Strategy) -> None:
+    """Summed on the host, where 32 bits would turn around; what fits keeps its dtype."""
+
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        ctx.set_last_step_output("n", {"large": ctx.last_step_outputs["n"]["large"] + 1}, "sum")
+        ctx.set_last_step_output("few", ctx.last_step_outputs["few"] + 1, "sum")
+
+    options = {
+        "initial_loop_values": {"n": {"large": np.array([LARGEST - 1, 1])}, "few": 1},
+        "compile": "jax",
+    }
+    result = await pair.run_steps(step, iter(vectors(pair, 1)), 1, **options)
+    assert result.last_step_outputs["n"]["large"].tolist() == [2 * LARGEST, 4]
+    assert result.last_step_outputs["few"] == 4
+    assert result.last_step_outputs["few"].dtype == np.int32
+
+
 async def test_an_output_to_begin_with_that_becomes_a_float(pair: ar.Strategy) -> None:
     def step(ctx: ar.MultiStepContext, x: Any) -> None:
         ctx.set_last_step_output("n", ctx.last_step_outputs["n"] * 0.5)

@@ -20,11 +20,12 @@ from ...errors import NonFiniteError
 from ...replica import BlockingContext, RunningReplica
 from ...telemetry import EventLog
 from ...tree import Array, flatten
+from ...typing import ReduceOp
 from .._infeed import CHUNK_BYTES, Infeed
 from .._program import MultiStepContext
 from ._chunk import Chunk
 from ._devices import Gang, only_one
-from ._narrow import WIDEN
+from ._narrow import WIDEN, widen_sums
 from ._program import Report, StepProgram
 from ._programs import CompiledSteps
 from ._state import State
@@ -338,8 +339,10 @@ class CompiledLoop:
         self._is_due = False
         num_steps = self._done - self._published
         state.write(num_steps)
-        for context, outputs in zip(self._contexts, state.outputs(), strict=True):
-            context.last_step_outputs.update(outputs)
+        outputs = state.outputs()
+        widen_sums(outputs, (name for name, op in program.ops.items() if op is ReduceOp.SUM))
+        for context, own in zip(self._contexts, outputs, strict=True):
+            context.last_step_outputs.update(own)
             context.take_outputs(self._done, program.ops, program.sites)
         for number, name, value in self._records:
             self._events.add_scalar(number, 0, name, value)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...errors import ContextError
-from ...tree import DType
+from ...tree import DType, flatten, unflatten
 from ...values import Variable
 
 Traced: TypeAlias = jax.Array
@@ -88,6 +88,26 @@ def require_32_bits(values: Iterable[object], holder: str) -> None:
                     f"{holder} holds {most if most > limits.max else least}, which {dtype} does "
                     f"not, in which jax computes. {WIDEN}"
                 )
+
+
+def widen_sums(outputs: Sequence[dict[str, Any]], names: Iterable[str]) -> None:
+    """Give integers 64 bits whose sum over all replicas does not fit the 32 in which jax made them.
+
+    Args:
+        outputs: Of each replica, by name; changed.
+        names: Those that are going to be summed.
+    """
+    for name in names:
+        flat = [flatten(own[name]) for own in outputs]
+        for i, leaf in enumerate(flat[0][0]):
+            if leaf.dtype.kind not in "iu":
+                continue
+            total = np.sum([leaves[i] for leaves, _ in flat], axis=0, dtype=np.int64)
+            if not np.array_equal(total, total.astype(leaf.dtype)):
+                for leaves, _ in flat:
+                    leaves[i] = leaves[i].astype(np.int64)
+        for own, (leaves, spec) in zip(outputs, flat, strict=True):
+            own[name] = unflatten(spec, leaves)
 
 
 def halves_of(array: Traced) -> tuple[Traced, Traced]:
