@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import final
@@ -13,13 +12,11 @@ from ..values import StepGate
 from ._assemble import Joiner, Sharing, dealt_source, split_source, zipped_source
 from ._dataset import find_source
 from ._distributed_dataset import DistributedDataset, DistributedIterator
-from ._epoch import GoOn, OpenLoops
+from ._epoch import LOGGER, GoOn, OpenLoops
 from ._iterables import iterable_source
 from ._options import InputContext, InputOptions
 from ._sharding import Files, chosen_sharding, describe, files_source, local_replicas
 from ._source import Source
-
-LOGGER = logging.getLogger("aioreplica.input")
 
 
 @final

@@ -427,6 +427,7 @@ class DistributedIterator:
         if self._epoch is not None:
             if is_exhausted and not self._epoch.is_over:
                 self._epoch.is_exhausted = True
+                self._epoch.warn_of_rest()
                 self._dataset.delivered(self._epoch, None)
             await self.aclose()
 

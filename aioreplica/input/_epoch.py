@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import warnings
 from collections import deque
@@ -12,6 +13,8 @@ from typing import Any, TypeAlias, final
 from ..devices import OwnedTask
 from ..errors import ContextError, LoopMismatchError
 from ._source import Item, Pass
+
+LOGGER = logging.getLogger("aioreplica.input")
 
 MAX_LEFT = 64
 
@@ -203,9 +206,25 @@ class Epoch:
                 self._put_back.appendleft(item)  # it was not given
             raise
         if not num_agreed:
+            self.warn_of_rest(item)
             return None
         self._num_agreed = num_agreed - 1
         return item
+
+    def warn_of_rest(self, item: Item | None = None) -> None:
+        """Log if batches are left here that are not read, as another worker gives no more.
+
+        Args:
+            item: One that was read and is not given.
+        """
+        if item is not None or self._put_back:
+            LOGGER.warning(
+                "%s ends behind %d batches, since another worker gives no more. Those left here "
+                "are not read in this epoch. Give all workers as many: with sharding='data', "
+                "or files of equal length, as many for each worker.",
+                self.name,
+                self._num_read,
+            )
 
     def was_read(self) -> None:
         """Count a batch that has come without asking: it may have been agreed on before."""

@@ -53,6 +53,26 @@ async def test_an_epoch_that_was_broken_off_is_over_on_all_workers_and_keeps_its
     assert await on_workers(2, 1, program) == [([0, 0], (0, 3), [3.0, 4.0, 5.0, 6.0])] * 2
 
 
+@pytest.mark.parametrize("is_loop", [True, False])
+@pytest.mark.parametrize("num_files", [4, 5])
+async def test_a_worker_with_batches_left_says_so(
+    num_files: int, is_loop: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def program(strategy: Strategy) -> int:
+        _, step = summing(strategy)
+        files = ar.input.Files([str(n) for n in range(num_files)], lambda path: [np.ones(1)] * 3)
+        batches = strategy.distribute_dataset(files)
+        if is_loop:
+            return len([batch async for batch in batches])
+        async with batches:
+            return (await strategy.run_steps(step, aiter(batches), 99)).steps_run
+
+    assert await on_workers(2, 1, program) == [6, 6]
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == num_files % 2
+    assert all("ends behind 6 batches, since another worker gives no more" in text for text in told)
+
+
 @pytest.mark.parametrize("count", [5, 500])
 @pytest.mark.parametrize("is_thread", [True, False])
 async def test_what_an_iterable_raises_is_told_when_another_worker_ends(
