@@ -18,6 +18,7 @@ from distributed import Client, LocalCluster, Nanny, Scheduler, SpecCluster
 from distributed.security import Security
 
 import aioreplica as ar
+from aioreplica.cluster import DaskClosureEngine
 from aioreplica.errors import ContextError
 from tests.parameter_server_engine import closures
 from tests.parameter_server_engine.closures import FileGate
@@ -137,7 +138,10 @@ async def test_no_worker_for_closures_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:{port}", "127.0.0.1:{port}"])
-async def test_an_address_without_a_scheduler_is_an_error(address: str) -> None:
+async def test_an_address_without_a_scheduler_is_an_error(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DaskClosureEngine.__init__.__kwdefaults__, "timeout_s", 2.0)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         address = address.format(port=taken.getsockname()[1])
