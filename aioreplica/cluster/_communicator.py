@@ -359,8 +359,8 @@ class Communicator(ABC):
     async def shrink(self) -> Communicator:
         """Make a communicator of the workers that are left; all of them must call this.
 
-        After a `WorkerLostError`, on MPI started as `mpirun --with-ft ulfm` and for a
-        `LocalCommunicator`. Ranks keep their order. This communicator can only be closed then.
+        After a `WorkerLostError`, on MPI started as `mpirun --with-ft ulfm`; and, after a
+        `StallError` too, of a `LocalCommunicator`. Ranks keep their order; this one is closed next.
 
         Raises:
             ContextError: If this engine cannot go on after the loss of a worker, or this is a
@@ -371,7 +371,7 @@ class Communicator(ABC):
         Cancellation:
             As for `ar.cluster.connect`.
         """
-        return await self._shrink()
+        return await self._resized(0)
 
     def abort(self, reason: str) -> None:
         """End the group for everybody, now; does not wait. Does nothing if it has ended.
@@ -429,8 +429,8 @@ class Communicator(ABC):
         """Return a communicator of the workers given, ascending."""
 
     @abstractmethod
-    async def _shrink(self) -> Communicator:
-        """Meet the workers that are left."""
+    async def _resized(self, num_new: int) -> Communicator:
+        """Meet the workers that are left; or start `num_new`, and meet these and all others."""
 
     @abstractmethod
     def _spread(self, failure: Failure) -> None:

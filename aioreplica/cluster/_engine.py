@@ -136,7 +136,7 @@ class EngineCommunicator(Communicator):
 class SplitCommunicator(EngineCommunicator):
     """A worker of a part of a group; made by `split`."""
 
-    async def _shrink(self) -> Communicator:
+    async def _resized(self, num_new: int) -> Communicator:
         raise split_shrink_error()
 
 

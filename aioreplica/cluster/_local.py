@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from typing import final
 
 import numpy as np
 
+from .._functions import is_async, require_finished, require_no_yield
 from ..devices import CompletionQueue, Op, lane_table, running_loop
 from ..devices.backends import reduce_arrays
-from ..errors import ContextError, LoopMismatchError, StallError, WorkerLostError
+from ..errors import ContextError, LoopMismatchError, WorkerLostError
 from ..tree import Array
 from ._communicator import (
     AGREE,
@@ -48,10 +50,14 @@ class LocalCommunicator(Communicator):
     Under `aioreplica.testing` the messages of worker 1 are ops of the pool "worker:1":
     `art.Faults().lose_worker("worker:1")` loses it, `slow_device` delays its messages and `hang_op`
     keeps one for ever.
+
+    Attributes:
+        is_new: Whether it was made as its group grew.
     """
 
-    def __init__(self, group: _Group, rank: int) -> None:
+    def __init__(self, group: _Group, rank: int, *, is_new: bool = False) -> None:
         super().__init__(rank, group.size, group.timeout, group.ranks[rank])
+        self.is_new = is_new
         self._group = group
         self._lane_name = group.lane_names[rank]
         self._num_splits: dict[tuple[int, ...], int] = {}
@@ -59,22 +65,39 @@ class LocalCommunicator(Communicator):
         lane_table().acquire((self._lane_name,))
 
     @staticmethod
-    def group(size: int, *, timeout: float | None = None) -> tuple[LocalCommunicator, ...]:
+    def group(
+        size: int,
+        *,
+        timeout: float | None = None,
+        spawn: Callable[[LocalCommunicator], object] | None = None,
+    ) -> tuple[LocalCommunicator, ...]:
         """Make the communicators of a new group, by rank.
 
         Args:
             size: How many workers.
             timeout: How long a collective may wait for the others, in seconds; None waits for ever.
+            spawn: Starts the task of a worker that `strategy.grow` adds, given its communicator;
+                called on the event loop, in the context of this call, and must not wait.
 
         Raises:
-            TypeError: If `timeout` is not a number.
+            TypeError: If `timeout` is not a number, or `spawn` is not a plain function.
             ValueError: If `size` is not a positive integer, or `timeout` is not above 0.
         """
+        if spawn is not None and (not callable(spawn) or is_async(spawn)):
+            raise TypeError(f"spawn must be a plain function, which starts a task; got {spawn!r}.")
+        require_no_yield(spawn, "LocalCommunicator.group")
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"A group has at least 1 worker, got {size!r}.")
         lane_names = tuple(f"worker:{rank}" for rank in range(size))
-        group = _Group(tuple(range(size)), lane_names, timeout, [])
+        origin = _Origin(size, size, spawn, copy_context())
+        group = _Group(tuple(range(size)), lane_names, timeout, [], origin)
         return tuple(LocalCommunicator(group, rank) for rank in range(size))
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The share of the process that is this worker's, of as many as the first workers were."""
+        size = self._group.origin.first_size
+        return int(self._lane_name.removeprefix("worker:")) % size, size
 
     def _enqueue(self, call: Call) -> None:
         self._group.expect(call.number)
@@ -89,19 +112,37 @@ class LocalCommunicator(Communicator):
         group = self._group.subgroup(ranks, ordinal)
         return LocalCommunicator(group, ranks.index(self.rank))
 
-    async def _shrink(self) -> Communicator:
-        group = self._group
-        group.require_shrinkable(self._worker)
-        come: asyncio.Future[LocalCommunicator] = running_loop("shrink").create_future()
-        self._send(partial(group.shrink, self.rank, come), partial(group.lose, self.rank, come))
+    async def _resized(self, num_new: int) -> Communicator:
+        group, what = self._group, "grow" if num_new else "shrink"
+        if num_new:
+            group.require_growable()
+        else:
+            group.require_shrinkable(self._worker)
+        come: asyncio.Future[LocalCommunicator] = running_loop(what).create_future()
+        come.add_done_callback(_known)
+        self._send(
+            partial(group.come, self.rank, num_new, come), partial(group.lose, self.rank, come)
+        )
         try:
             async with asyncio.timeout(self.timeout):
                 return await come
         except TimeoutError:
-            missing = group.missing()
-            raise StallError(
-                stall_text(missing, "shrink", self.timeout), timeout_s=self.timeout, ranks=missing
-            ) from None
+            if come.done() and not come.cancelled():  # they came just now
+                return come.result()
+            raise group.late(what) from None
+        except asyncio.CancelledError:
+            if come.done() and not come.cancelled() and come.exception() is None:
+                await come.result().aclose()  # of which nobody else knows
+            raise
+
+    def left_behind(self) -> None:
+        """Learn that the others have gone on without this worker."""
+        text = (
+            f"The others have gone on without worker {self._worker}, which was lost, was cancelled "
+            "or came too late. Start it again."
+        )
+        self._failure = None  # which said what the others were told
+        self._end(Failure(LOST, text, (self._worker,)))
 
     def _spread(self, failure: Failure) -> None:
         self._send(partial(self._group.end, failure))
@@ -137,6 +178,49 @@ def message() -> None:
     """Stand for the sending of a message, which the lane orders and the testing kit delays."""
 
 
+def _known(come: asyncio.Future[LocalCommunicator]) -> None:
+    """Look at the error, which nobody may wait for any more."""
+    if not come.cancelled():
+        come.exception()
+
+
+@final
+@dataclass(slots=True)
+class _Origin:
+    """A group and all those that it becomes.
+
+    Attributes:
+        first_size: How many workers it had when it was made.
+        num_lanes: How many workers there have ever been: each has a lane of its own.
+        spawn: Starts a worker that is added; None if none can be.
+        context: In which it is called.
+    """
+
+    first_size: int
+    num_lanes: int
+    spawn: Callable[[LocalCommunicator], object] | None
+    context: Context
+
+    def new_lane(self, used: Sequence[str]) -> str:
+        """Name the lane of a worker that is added: in the place of one that is gone, if any is."""
+        places = {int(name.removeprefix("worker:")) % self.first_size for name in used}
+        while len(places) < self.first_size and self.num_lanes % self.first_size in places:
+            self.num_lanes += 1
+        self.num_lanes += 1
+        return f"worker:{self.num_lanes - 1}"
+
+    def start(self, group: _Group, rank: int) -> None:
+        """Make the communicator of a worker that is added, and start its task."""
+        assert self.spawn is not None  # as `require_growable` has checked
+        communicator = LocalCommunicator(group, rank, is_new=True)
+        try:
+            outcome = self.context.run(self.spawn, communicator)
+            require_finished(outcome, self.spawn, "LocalCommunicator.group")
+        except BaseException:
+            lane_table().release((communicator._lane_name,))
+            raise
+
+
 @final
 @dataclass(slots=True)
 class _Meeting:
@@ -161,6 +245,7 @@ class _Group:
         lane_names: tuple[str, ...],
         timeout: float | None,
         family: list[_Group],
+        origin: _Origin,
     ) -> None:
         self.ranks = ranks  # in the outermost group
         self.lane_names = lane_names
@@ -174,7 +259,9 @@ class _Group:
         self._subgroups: dict[tuple[tuple[int, ...], int], _Group] = {}
         self._failure: Failure | None = None
         self._lost: set[int] = set()
-        self._shrinking: dict[int, asyncio.Future[LocalCommunicator]] = {}
+        self.origin = origin
+        self._coming: dict[int, asyncio.Future[LocalCommunicator]] = {}  # to another group
+        self._num_new = 0  # workers that are added to it
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def bind(self) -> None:
@@ -199,7 +286,7 @@ class _Group:
         if group is None:
             outer = tuple(self.ranks[rank] for rank in ranks)
             lane_names = tuple(self.lane_names[rank] for rank in ranks)
-            group = _Group(outer, lane_names, self.timeout, self._family)
+            group = _Group(outer, lane_names, self.timeout, self._family, self.origin)
             self._subgroups[key] = group
         if len(group.members) == group.size - 1:  # this worker is the last to ask for it
             del self._subgroups[key]
@@ -249,6 +336,8 @@ class _Group:
     def left(self, rank: int, num_calls: int) -> None:
         """Take note that a worker has closed its communicator after so many calls."""
         self._left[rank] = num_calls
+        if self._coming and self._failure is None:
+            self._let_go()
         for meeting in tuple(self._meetings.values()):
             for call in meeting.calls.values():
                 self._check_left(call)
@@ -261,7 +350,24 @@ class _Group:
             if group._failure is None:
                 group._end(failure)
 
-    # ---- going on with fewer --------------------------------------------------------------
+    # ---- going on with fewer, or with more ------------------------------------------------
+
+    def require_growable(self) -> None:
+        """Check that workers can be added.
+
+        Raises:
+            ContextError: If the group is a split, or was not told how to start them.
+            Exception: What the group has ended with.
+        """
+        if self is not self._family[0]:
+            raise split_shrink_error()
+        if self.origin.spawn is None:
+            raise ContextError(
+                "This group cannot start workers. Make it with LocalCommunicator.group(size, "
+                "spawn=fn), where fn(communicator) starts the task of one."
+            )
+        if self._failure is not None:
+            raise self._failure.error()
 
     def require_shrinkable(self, rank: int) -> None:
         """Check that a worker may go on without some of the others.
@@ -273,16 +379,16 @@ class _Group:
         failure = self._failure
         if self is not self._family[0]:
             raise split_shrink_error()
-        if failure is None:
-            raise ContextError("No worker of this group was lost, so there is nothing to shrink.")
-        if failure.kind == LOST:
+        if failure is not None and failure.kind in (LOST, STALLED):  # who did not come is evicted
             self._lost.update(failure.ranks)
         if rank in self._lost:
+            why = "" if failure is None else f" ({failure.text})"
             raise WorkerLostError(
-                f"Worker {rank} is the one that was lost: the others go on without it. "
-                f"({failure.text})",
+                f"Worker {rank} is the one that was lost: the others go on without it.{why}",
                 ranks=(rank,),
             )
+        if failure is None:
+            raise ContextError("No worker of this group was lost, so there is nothing to shrink.")
 
     def absent(self) -> tuple[int, ...] | None:
         """Return the workers that have not come to the oldest call; None if none is open."""
@@ -292,32 +398,60 @@ class _Group:
         return tuple(worker for rank, worker in enumerate(self.ranks) if rank not in calls)
 
     def missing(self) -> tuple[int, ...]:
-        """Return the workers that are left and have not come to shrink."""
-        return tuple(r for r in self.ranks if r not in self._lost and r not in self._shrinking)
+        """Return the workers that are left and have not come to shrink or grow."""
+        gone = self._lost if self._failure is not None else self._left  # these do not grow
+        return tuple(rank for rank in self.ranks if rank not in gone and rank not in self._coming)
+
+    def late(self, what: str) -> Exception:
+        """Wait no longer for who does not come: the others may shrink without; return the error."""
+        missing = self.missing()
+        failure = Failure(STALLED, stall_text(missing, what, self.timeout), missing, self.timeout)
+        self._lost.update(missing)
+        self.end(failure)
+        self._let_fail(failure.error)
+        return failure.error()
 
     def lose(self, rank: int, come: asyncio.Future[LocalCommunicator]) -> None:
-        """Take note that a worker was lost on its way to `shrink`."""
+        """Take note that a worker was lost on its way to another group."""
         self._lost.add(rank)
         if not come.done():
-            text = f"Worker {rank} was lost while the group shrank."
+            text = f"Worker {rank} was lost while the group changed."
             come.set_exception(WorkerLostError(text, ranks=(rank,)))
         self._let_go()
 
-    def shrink(self, rank: int, come: asyncio.Future[LocalCommunicator]) -> None:
-        """Take note that a worker has come to `shrink`; the last one lets all of them go on."""
-        self._shrinking[rank] = come
+    def come(self, rank: int, num_new: int, come: asyncio.Future[LocalCommunicator]) -> None:
+        """Take note that a worker has come for another group; the last one lets all go on."""
+        if num_new and self._failure is not None:  # one was lost on its way
+            if not come.done():
+                come.set_exception(self._failure.error())
+            return
+        self._coming[rank], self._num_new = come, num_new
         self._let_go()
 
     def _let_go(self) -> None:
         if self.missing():
             return
-        left = [rank for rank in self.ranks if rank not in self._lost]
-        lane_names = tuple(self.lane_names[rank] for rank in left)
-        smaller = _Group(tuple(range(len(left))), lane_names, self.timeout, [])
+        left = sorted(r for r, come in self._coming.items() if not come.done())  # or was cancelled
+        lane_names = [self.lane_names[rank] for rank in left]
+        for _ in range(self._num_new if left else 0):
+            lane_names.append(self.origin.new_lane(lane_names))
+        size = len(lane_names)
+        group = _Group(tuple(range(size)), tuple(lane_names), self.timeout, [], self.origin)
+        for number in range(len(left), size):
+            try:
+                self.origin.start(group, number)
+            except Exception as error:  # noqa: BLE001 - for those who wait; this group goes on
+                text = f"Worker {number} could not be started: {error!r}"
+                group.end(Failure(ENDED, text, (number,)))
+                kind = TypeError if isinstance(error, TypeError) else ContextError
+                self._let_fail(partial(kind, text))
+                return
         for number, rank in enumerate(left):
-            come = self._shrinking[rank]
-            if not come.done():  # who was cancelled does not come
-                come.set_result(LocalCommunicator(smaller, number))
+            self._coming[rank].set_result(LocalCommunicator(group, number))
+        self._lost = {*self.ranks} - {*left}
+        for member in self.members:
+            if member.rank in self._lost and not member.is_closed:
+                member.left_behind()
 
     def _end(self, failure: Failure) -> None:
         self._failure = failure
@@ -327,6 +461,14 @@ class _Group:
         self._meetings.clear()
         for member in self.members:
             member._end(failure)
+        self._let_fail(failure.error)  # who has come to grow: a group that shrinks ended before
+
+    def _let_fail(self, error: Callable[[], Exception]) -> None:
+        """Let all who have come to shrink or grow fail; they may come again."""
+        coming, self._coming = self._coming, {}
+        for come in coming.values():
+            if not come.done():
+                come.set_exception(error())
 
     def _check_left(self, call: Call) -> None:
         left = sorted(rank for rank, count in self._left.items() if count <= call.number)

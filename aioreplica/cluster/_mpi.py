@@ -88,7 +88,12 @@ class MpiCommunicator(EngineCommunicator):
         transport = await runtime.run("start MPI", timeout, runtime.new_transport)
         return cls(Link(transport, runtime.poller), tuple(range(transport.size)), timeout)
 
-    async def _shrink(self) -> MpiCommunicator:
+    async def _resized(self, num_new: int) -> MpiCommunicator:
+        if num_new:
+            raise ContextError(
+                "Workers cannot be added to those of MPI. Start all again, as many as there are to "
+                "be, from the newest checkpoint."
+            )
         runtime = REGISTRY.once("mpi", MpiRuntime)
         runtime.check_process()
         transport = self.link.transport

@@ -131,10 +131,11 @@ class TorchCommunicator(EngineCommunicator):
         weakref.finalize(link, transport.store.close).atexit = False
         return cls(link, tuple(range(transport.size)), timeout)
 
-    async def _shrink(self) -> Communicator:
+    async def _resized(self, num_new: int) -> Communicator:
+        what = "with more workers" if num_new else "after the loss of a worker"
         raise ContextError(
-            "torch.distributed with Gloo cannot go on after the loss of a worker. Start all again, "
-            "from the newest checkpoint: `torchrun --max-restarts 3` does it by itself."
+            f"torch.distributed with Gloo cannot go on {what}. Start all again, from the newest "
+            "checkpoint: `torchrun --max-restarts 3` does it by itself after a loss."
         )
 
 

@@ -16,12 +16,14 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from functools import partial
 from typing import Any, final
 
 from ..collectives import (
     Turn,
     broadcast_arrays,
+    no_data,
     reduce_across,
     widen_halves,
 )
@@ -56,8 +58,10 @@ class Workers:
         num_local_replicas: How many replicas each of them has.
         label: Names the strategy in errors.
         given: The communicator that `connect` gives, if it is there already.
+        is_new: Whether others have started this worker, and wait for it in `grow`.
 
     Attributes:
+        is_new: The same, until it has come to `grow` too.
         queue: Exchanges that have begun or wait for those before, the first one under way.
         left_by: What the block of the strategy is being left by; told to the others at its end.
         room: Bytes behind each frame, for arrays that are reduced if all frames agree.
@@ -71,7 +75,10 @@ class Workers:
         num_local_replicas: int,
         label: str,
         given: Communicator | None = None,
+        *,
+        is_new: bool = False,
     ) -> None:
+        self.is_new = is_new
         self.rank = rank
         self.num_workers = num_workers
         self.num_local_replicas = num_local_replicas
@@ -82,10 +89,8 @@ class Workers:
         self._queue_of_runs: asyncio.Lock | None = None
         self._running: WorkersRun | None = None
         self.queue: deque[Exchange[Any]] = deque()
-        self._next_run = 0
-        self._has_greeted = False
         self._num_closed = 0
-        self._forget_room()
+        self._forget_others()
         self._broken: BaseException | None = None
         self.left_by: BaseException | None = None
         self.merging: OpenTurn | None = None
@@ -121,11 +126,17 @@ class Workers:
             step: Number of the step, for errors.
 
         Raises:
-            ContextError: If the run in progress waits for the caller.
+            ContextError: If the run in progress waits for the caller, or others have started this
+                worker, and it did not come to `grow`.
 
         Cancellation:
             Tells the other workers, once the run has begun.
         """
+        if self.is_new:
+            raise ContextError(
+                f"Worker {self.rank} was started by `strategy.grow`, and the others wait for it "
+                "there. Call `await strategy.grow(num_workers, savepoint)` first, as they do."
+            )
         self.raise_if_broken()
         if self.merging is not None and PLACE.get().in_merge:
             raise ContextError(
@@ -179,19 +190,8 @@ class Workers:
             aggregation: "sum", "mean" or "only_first_replica".
             arrays: One array or IndexedSlices per replica of this worker.
         """
-        is_mean = aggregation is VariableAggregation.MEAN
-        op = ReduceOp.MEAN if is_mean else ReduceOp.SUM
-        is_sum = aggregation is not VariableAggregation.ONLY_FIRST_REPLICA
-        rows, halves = widen_halves(op, [[array] for array in arrays] if is_sum else [arrays[:1]])
-        value = aggregate(aggregation, [array for [array] in rows])
-        async with self.operation(what, f"{name!r} {aggregation.value}") as turn:
-            if is_sum:
-                return (await reduce_across(turn, op, [value], halves=halves))[0]
-            if isinstance(value, IndexedSlices):  # each brings other rows: those of one count
-                nothing = IndexedSlices(value.values[:0], value.indices[:0], value.dense_shape)
-                brought = value if turn.rank == 0 else nothing
-                return (await reduce_across(turn, ReduceOp.SUM, [brought]))[0]
-            return (await broadcast_arrays(turn, [value]))[0]
+        operation = partial(self.operation, what, f"{name!r} {aggregation.value}")
+        return await _aggregated(operation, aggregation, arrays)
 
     # ---- for operations ------------------------------------------------------------------
 
@@ -260,7 +260,9 @@ class Workers:
         self._needed.append(-(-num_bytes // 64) * 64 if num_bytes <= most else 0)
         self.room = max(self._needed)
 
-    def _forget_room(self) -> None:
+    def _forget_others(self) -> None:
+        self._has_greeted = False
+        self._next_run = 0
         self.room = 0
         self._needed: deque[int] = deque(maxlen=ROOM_MEMORY)
 
@@ -279,7 +281,7 @@ class Workers:
             await _greet(communicator, self._label, self.rank, self.num_local_replicas)
         return communicator
 
-    # ---- going on with fewer --------------------------------------------------------------
+    # ---- going on with fewer, or with more ------------------------------------------------
 
     async def shrink(self) -> None:
         """Go on with the workers that are left; all of them have to call this.
@@ -299,19 +301,51 @@ class Workers:
             last, communicator = self.before(), self._communicator
             if last is not None:
                 await last.over()
-            if self._broken is None or communicator is None or not communicator.has_failed:
+            if communicator is None or not communicator.has_failed:
                 raise ContextError(
                     f"{self._label} of worker {self.rank} has lost no worker, so there is nothing "
                     f"to shrink. {self._broken or ''}".rstrip()
                 )
-            smaller = await communicator.shrink()
-            await communicator.aclose()
-            self._communicator = smaller
-            self.rank, self.num_workers = smaller.rank, smaller.size
+            await self._go_on(communicator)
+
+    async def grow(self, num_new: int) -> None:
+        """Go on with so many more workers; all of them have to call this.
+
+        Waits for the runs before to end. Ranks stay, the new ones come behind.
+
+        Raises:
+            ContextError: If the engine cannot start workers, or as `run`.
+            MergeMismatchError: If the workers do not all ask for as many.
+            StallError: If a worker did not come before the timeout.
+            WorkerLostError: If a worker was lost meanwhile.
+
+        Cancellation:
+            Tells the others, as that of a run; once they have agreed, leaves them for good.
+        """
+        async with self.run("grow") as run:
+            with run.turn("grow", f"{self.num_workers} + {num_new}", 1) as turn:
+                await turn.exchange(b"", no_data)
+            await self._go_on(await self.connect(), num_new)
+
+    async def _go_on(self, before: Communicator, num_new: int = 0) -> None:
+        """Go on with those who are left, or with so many new ones."""
+        async with self.leaving_if_cancelled():
+            after = self._communicator = await before._resized(num_new)
+            self.rank, self.num_workers = after.rank, after.size
             self._broken = None
-            self._has_greeted = False
-            self._next_run = 0
-            self._forget_room()
+            self._forget_others()
+            await before.aclose()
+
+    @asynccontextmanager
+    async def leaving_if_cancelled(self) -> AsyncIterator[None]:
+        """Leave the others for good if cancelled in what they could not be told of otherwise."""
+        try:
+            yield
+        except asyncio.CancelledError as error:
+            self._broken = error
+            assert self._communicator is not None  # which is about to change, or has
+            await self._communicator.aclose()
+            raise
 
     # ---- closing -------------------------------------------------------------------------
 
@@ -335,9 +369,7 @@ class Workers:
             communicator, self._communicator = self._communicator, None
             self._queue_of_runs = self._broken = self.left_by = None
             self.queue = deque()
-            self._has_greeted = False
-            self._next_run = 0
-            self._forget_room()
+            self._forget_others()
             if communicator is not None:
                 await communicator.aclose()
 
@@ -365,6 +397,27 @@ class Workers:
         """Give up at once, as the interpreter is interrupted; tell the others by what."""
         if self._communicator is not None and self._broken is None:
             self.break_off(cause_of_interrupt())
+
+
+async def _aggregated(
+    operation: Callable[[], AbstractAsyncContextManager[Turn]],
+    aggregation: VariableAggregation,
+    arrays: Sequence[object],
+) -> Any:
+    """Combine components in an operation; see `Workers.aggregate`."""
+    is_mean = aggregation is VariableAggregation.MEAN
+    op = ReduceOp.MEAN if is_mean else ReduceOp.SUM
+    is_sum = aggregation is not VariableAggregation.ONLY_FIRST_REPLICA
+    rows, halves = widen_halves(op, [[array] for array in arrays] if is_sum else [arrays[:1]])
+    value = aggregate(aggregation, [array for [array] in rows])
+    async with operation() as turn:
+        if is_sum:
+            return (await reduce_across(turn, op, [value], halves=halves))[0]
+        if isinstance(value, IndexedSlices):  # each brings other rows: those of one count
+            nothing = IndexedSlices(value.values[:0], value.indices[:0], value.dense_shape)
+            brought = value if turn.rank == 0 else nothing
+            return (await reduce_across(turn, ReduceOp.SUM, [brought]))[0]
+        return (await broadcast_arrays(turn, [value]))[0]
 
 
 async def _greet(communicator: Communicator, label: str, rank: int, num_replicas: int) -> None:

@@ -17,7 +17,7 @@ from ._mirrored import chosen_devices, new_mirrored
 from ._runtime import VariableTable
 from ._strategy import Strategy
 
-SHRUNK = "shrink"
+CHANGED = "shrink or grow"
 RESIZE = "Do what depends on the number of workers in the function itself, without yielding."
 
 Resize = TypeVar("Resize", bound=Callable[[], object])
@@ -81,12 +81,13 @@ class MultiWorkerMirroredStrategy(Strategy):
         chosen = resolve() if resolver is None else resolver
         devices = chosen_devices("MultiWorkerMirroredStrategy", None)
         if isinstance(chosen, LocalCommunicator):
-            devices = _share(devices, chosen.rank, chosen.size)
+            devices = _share(devices, *chosen.place)
         rank, size = _place(chosen)
         workers = Workers(
             partial(_connect, chosen, options),
             rank, size, len(devices), "MultiWorkerMirroredStrategy",
             chosen if isinstance(chosen, Communicator) else None,
+            is_new=isinstance(chosen, LocalCommunicator) and chosen.is_new,
         )  # fmt: skip
         known = None if isinstance(chosen, Communicator) else chosen
         self._resize_fns: list[Callable[[], object]] = []
@@ -96,11 +97,13 @@ class MultiWorkerMirroredStrategy(Strategy):
         """Go on with the workers that are left, after one was lost; all of them must call this.
 
         For a `WorkerLostError` of an engine that can go on: MPI started as `mpirun --with-ft ulfm`,
-        and a `LocalCommunicator`. Waits for the run in progress to end. Workers are numbered anew,
-        in their order, and replicas with them; a `cluster_resolver` then counts those who are left,
-        without their addresses. Loops over datasets are ended; with `sharding="data"` or `"off"`
-        the next one is shared out among those who are left, and with `"file"` what is left of the
-        files. Functions that were given to `on_resize` are called at the end.
+        and a `LocalCommunicator`; there also for a `StallError`, whose workers are evicted: they
+        get a `WorkerLostError` when they come back. Waits for the run in progress to end. Workers
+        are numbered anew, in their order, and replicas with them; a `cluster_resolver` then counts
+        those who are left, without their addresses. Loops over datasets are ended; with
+        `sharding="data"` or `"off"` the next one is shared out among those who are left, and with
+        `"file"` what is left of the files. Functions that were given to `on_resize` are called at
+        the end.
 
         Args:
             savepoint: This worker's state after its newest complete step. The one of the worker
@@ -113,7 +116,8 @@ class MultiWorkerMirroredStrategy(Strategy):
                 called in a step.
             WorkerLostError: If another worker was lost meanwhile: call it again. Or if it is this
                 one that the others have lost.
-            StallError: If not all workers that are left came before the timeout.
+            StallError: If not all workers that are left came before the timeout. To call it again
+                evicts them, with a `LocalCommunicator`.
             CheckpointError: If workers have savepoints of different states.
             Exception: What a function of `on_resize` raises.
 
@@ -123,20 +127,89 @@ class MultiWorkerMirroredStrategy(Strategy):
         Source:
             Horovod's elastic training has the same cycle: commit, shrink, restore, go on.
         """
-        runtime = self._runtime
-        runtime.require_cross_replica("shrink", None)
         if savepoint is not None and not isinstance(savepoint, Savepoint):
             raise TypeError(f"shrink takes an ar.checkpoint.Savepoint or None, got {savepoint!r}.")
-        runtime.open()
-        workers = runtime.workers
-        assert workers is not None  # this kind of strategy always has them
+        workers = self._between_steps("shrink")
         await workers.shrink()
+        async with workers.leaving_if_cancelled():
+            await self._resized(workers, savepoint, "has lost a worker")
+
+    async def grow(self, num_workers: int, savepoint: Savepoint) -> None:
+        """Go on with more workers, in place of those that were lost, or besides all there are.
+
+        All workers call this between two steps, the new ones among them: they run the same program,
+        and it is the first thing they do together with others. The new ones take the state of the
+        others. Ranks stay, new workers come behind. Does nothing if there are as many already, so a
+        program may call it before each loop. Loops over datasets are ended, and the rest of the
+        epoch is shared out, as by `shrink`; functions that were given to `on_resize` are called at
+        the end.
+
+        For a `LocalCommunicator` that knows how to start them.
+
+        Args:
+            num_workers: How many there are to be.
+            savepoint: This worker's state; on a new one, what takes the others' values.
+
+        Raises:
+            TypeError: If `savepoint` is none, or `num_workers` is not an integer.
+            ValueError: If there are more workers already.
+            ContextError: If the engine cannot start workers, or this is called in a step. This and
+                what is above changes nothing.
+            MergeMismatchError: If not all workers ask for as many. Nothing is changed.
+            StallError: If a worker did not come before the timeout: names it. Call `shrink` to go
+                on without.
+            WorkerLostError: If a worker was lost meanwhile: call `shrink`.
+            CheckpointError: If workers have savepoints of different states.
+            Exception: What a function of `on_resize` raises.
+
+        Cancellation:
+            Before all have come it tells the others, as that of a run. Then it closes the strategy
+            for good: start this worker again. The others may go on without it.
+
+        Source:
+            Horovod's elastic training.
+        """
+        if not isinstance(savepoint, Savepoint):
+            raise TypeError(f"grow takes an ar.checkpoint.Savepoint, got {savepoint!r}.")
+        if not isinstance(num_workers, int) or isinstance(num_workers, bool):
+            raise TypeError(f"grow takes a number of workers, got {num_workers!r}.")
+        workers = self._between_steps("grow")
+        num_new = num_workers - workers.num_workers
+        if num_new < 0:
+            raise ValueError(
+                f"There are {workers.num_workers} workers already, got {num_workers}; `shrink` is "
+                "for workers that are lost."
+            )
+        if workers.is_new:  # it was started as one of as many
+            workers.is_new = False
+        elif num_new:
+            await workers.grow(num_new)
+        else:
+            return
+        async with workers.leaving_if_cancelled():
+            await self._resized(workers, savepoint, "has got more workers")
+
+    def _between_steps(self, what: str) -> Workers:
+        """Return the workers, whose number is about to change.
+
+        Raises:
+            ContextError: If a step calls.
+        """
+        self._runtime.require_cross_replica(what, None)
+        self._runtime.open()
+        workers = self._runtime.workers
+        assert workers is not None  # this kind of strategy always has them
+        return workers
+
+    async def _resized(self, workers: Workers, savepoint: Savepoint | None, why: str) -> None:
+        """Make the state, loops and numbers those of a group that has changed."""
+        runtime = self._runtime
         if self.cluster_resolver is not None:
             self._resolver = ClusterResolver(
-                task_id=workers.rank, num_workers=workers.num_workers, source=SHRUNK
+                task_id=workers.rank, num_workers=workers.num_workers, source=CHANGED
             )
         if runtime.lifecycle.open_loops is not None:
-            reason = "The loop was ended because its strategy has lost a worker."
+            reason = f"The loop was ended because its strategy {why}."
             await runtime.lifecycle.open_loops.end(reason)
         if savepoint is not None:
             await savepoint.put_back_newest(workers)
@@ -150,11 +223,11 @@ class MultiWorkerMirroredStrategy(Strategy):
     def on_resize(self, fn: Resize) -> Resize:
         """Have a function called whenever the number of workers has changed.
 
-        That is on every worker, at the end of `shrink`: `num_replicas_in_sync` is the new number
-        and the state is put back. What depends on the number is set there, such as a learning rate;
-        or a dataset is distributed again whose function reads an `InputContext`. Functions are
-        called in the order in which they were given. What one raises is raised by `shrink`, and
-        those behind it are not called.
+        That is on every worker, at the end of `shrink` and `grow`: `num_replicas_in_sync` is the
+        new number, and the state is put back. What depends on the number is set there, such as a
+        learning rate; or a dataset is distributed again whose function reads an `InputContext`.
+        Functions are called in the order in which they were given. What one raises is raised there,
+        and those behind it are not called.
 
         Args:
             fn: Called without arguments. May be async, and then call what all workers call
@@ -167,7 +240,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             TypeError: If it is not a function, or contains `yield`.
 
         Cancellation:
-            Of a `shrink` that awaits `fn` is raised in `fn`; the group has its new size by then.
+            Of what awaits `fn` is raised in `fn`; the group has its new size by then.
 
         Source:
             Horovod's `State.register_reset_callbacks`.
@@ -195,10 +268,10 @@ class MultiWorkerMirroredStrategy(Strategy):
                 "A MultiWorkerMirroredStrategy that was given a Communicator cannot be copied: the "
                 "communicator is its own. Make it from a ClusterResolver."
             )
-        if self.cluster_resolver.source == SHRUNK:
+        if self.cluster_resolver.source == CHANGED:
             raise TypeError(
-                "A MultiWorkerMirroredStrategy that has lost workers cannot be copied: no launcher "
-                "knows those that are left. Make a new one from a ClusterResolver."
+                "A MultiWorkerMirroredStrategy whose workers have changed cannot be copied: no "
+                "launcher knows those that there are. Make a new one from a ClusterResolver."
             )
 
 

@@ -161,7 +161,7 @@ class ThreadCommunicator(EngineCommunicator):
         links = [Link(ThreadTransport(wires, rank, added=added), pollers[rank]) for rank in ranks]
         return tuple(ThreadCommunicator(link, ranks, timeout) for link in links)
 
-    async def _shrink(self) -> Communicator:
+    async def _resized(self, num_new: int) -> Communicator:
         raise NotImplementedError
 
 

@@ -241,7 +241,7 @@ def row_after_shrinking(rank: int, size: int, lost: list[list[int]]) -> dict[str
         "learned": True,
         "chief": rank == 0,
         "task": [rank, size],
-        "copied": "A MultiWorkerMirroredStrategy that has lost workers cannot be cop",
+        "copied": "A MultiWorkerMirroredStrategy whose workers have changed cannot be"[:65],
     }
 
 

@@ -22,7 +22,8 @@ import pytest
 
 import aioreplica as ar
 import aioreplica.testing as art
-from aioreplica.checkpoint import CheckpointManager
+from aioreplica.checkpoint import CheckpointManager, Savepoint
+from aioreplica.cluster import LocalCommunicator
 from aioreplica.errors import WorkerLostError
 from aioreplica.integrations.asgi import OnlineService
 from aioreplica.online import FolderSource, Migration, OnlineLearner
@@ -246,6 +247,12 @@ async def resized(fn: Any) -> None:
     await on_workers(2, 1, program)
 
 
+async def grown(fn: Any) -> None:
+    (communicator,) = LocalCommunicator.group(1, spawn=fn)
+    async with ar.MultiWorkerMirroredStrategy(communicator) as strategy:
+        await strategy.grow(2, Savepoint([ar.Variable(0.0, name="a")]))
+
+
 async def modelled(fn: Any) -> None:
     art.linearizable(art.History(), fn)
 
@@ -257,6 +264,7 @@ ROWS: dict[str, Row] = {
     ),
     "Strategy.run_steps(fn)": lambda fn: with_strategy(lambda s, _: s.run_steps(fn, iter([1, 2]))),
     "MultiWorkerMirroredStrategy.on_resize(fn)": resized,
+    "LocalCommunicator.group(spawn)": grown,
     "Extended.update(fn)": lambda fn: with_strategy(lambda s, v: s.extended.update(v, fn)),
     "Extended.update_non_slot(fn)": lambda fn: with_strategy(
         lambda s, v: s.extended.update_non_slot(s.extended.non_slot_devices([v]), fn)
@@ -375,6 +383,8 @@ def test_callbacks_that_are_not_awaited_refuse_coroutine_functions(kind: str) ->
         FolderSource("folder", parse=fn)
     with pytest.raises(TypeError, match="examples must be a plain function"):
         Migration(fn)
+    with pytest.raises(TypeError, match="spawn must be a plain function"):
+        LocalCommunicator.group(1, spawn=fn)
 
 
 # ---- the table is complete -------------------------------------------------------------------

@@ -290,12 +290,12 @@ async def test_on_read_variables_keep_the_components_of_survivors() -> None:
     assert totals == {0: 101.0, 2: 101.0}
 
 
-@pytest.mark.asyncio
+@pytest.mark.explore(schedules=4)
 async def test_a_worker_that_does_not_come_to_shrink_is_named() -> None:
     all_ready = asyncio.Barrier(3)
     errors: dict[int, Any] = {}
 
-    made = strategies(3, 1, timeout=0.05)
+    made = strategies(3, 1, timeout=30.0)
 
     async def first(strategy: Strategy) -> Any:
         await strategy.run(count)
@@ -398,3 +398,81 @@ async def test_the_newest_savepoint_wins_with_slots_that_others_have_not_made() 
 
     assert results == [None] * 3
     assert learned[0] == learned[2] == await learned_alone()
+
+
+@pytest.mark.explore(schedules=6)
+@pytest.mark.parametrize("comes_to_shrink", [False, True])
+async def test_a_worker_that_hangs_is_evicted_and_told_so_when_it_comes_back(
+    comes_to_shrink: bool,
+) -> None:
+    """Worker 1 hangs in step 3, or between two steps; the others do that step again."""
+    expected = await learned_alone()
+    has_gone_on = asyncio.Event()
+    told: list[tuple[int, ...]] = []
+
+    async def program(strategy: Strategy) -> Any:
+        training = Training(strategy)
+        hangs = communicator_of(strategy).rank == 1
+        first = training.step
+
+        async def step(batch: Any) -> None:
+            if hangs and training.settings["steps"] == 3 and not comes_to_shrink:
+                await has_gone_on.wait()
+            await first(batch)
+
+        training.step = step  # type: ignore[method-assign]
+        async with training.batches:
+            while training.settings["steps"] < NUM_STEPS:
+                try:
+                    if hangs and training.settings["steps"] == 3 and comes_to_shrink:
+                        await has_gone_on.wait()
+                        await strategy.shrink(training.kept)
+                    async for batch in training.batches:
+                        await strategy.run(training.step, (batch,))
+                        training.settings["steps"] += 1
+                        training.kept = Savepoint(training.state)
+                        if hangs and training.settings["steps"] == 3 and comes_to_shrink:
+                            break
+                except StallError as error:
+                    told.append(error.ranks)
+                    await strategy.shrink(training.kept)
+                    has_gone_on.set()
+        assert communicator_of(strategy).size == 2
+        return training.learned()
+
+    results = await outcomes(strategies(3, 1, timeout=30.0), [program] * 3)
+
+    assert results[0] == results[2] == expected
+    assert told == [(1,), (1,)]
+    assert isinstance(results[1], WorkerLostError)
+    assert results[1].ranks == (1,)
+    told = "the others go on without it" if comes_to_shrink else "gone on without worker 1"
+    assert told in str(results[1])
+
+
+@pytest.mark.explore(schedules=6)
+async def test_who_does_not_come_to_shrink_is_left_out_when_the_others_come_again() -> None:
+    all_ready, has_shrunk = asyncio.Barrier(3), asyncio.Event()
+
+    async def program(strategy: Strategy) -> Any:
+        rank = communicator_of(strategy).rank
+        await strategy.run(count)
+        await all_ready.wait()
+        if rank == 1:
+            lose(strategy)
+            return None
+        if rank == 2:
+            await has_shrunk.wait()
+        with pytest.raises(WorkerLostError):
+            await strategy.run(count)
+        if rank == 2:
+            with pytest.raises(WorkerLostError, match="Worker 2 is the one that was lost"):
+                await strategy.shrink()
+            return None
+        with pytest.raises(StallError, match="Worker 2 did not come to shrink"):
+            await strategy.shrink()
+        await strategy.shrink()
+        has_shrunk.set()
+        return strategy.local_results(await strategy.run(count))
+
+    assert await outcomes(strategies(3, 1, timeout=30.0), [program] * 3) == [(1,), None, None]
