@@ -176,6 +176,8 @@ class Communicator(ABC):
         self._failure: Failure | None = None
         self._pending: dict[Call, asyncio.Future[object]] = {}
         self._is_closed = False
+        self._num_splits: dict[tuple[int, ...], int] = {}
+        self._on_alarm: Callable[[int, int, str], None] | None = None  # gets the rank of who raises
         self._name = ""  # of the group; empty for the outermost one
         self._what = ""  # names calls that are made for something else, by a strategy
         self._pid = os.getpid()
@@ -354,7 +356,8 @@ class Communicator(ABC):
         """
         members = require_members(ranks, self._rank, self._size)
         self._require_open()
-        return self._subgroup(members)
+        self._num_splits[members] = ordinal = self._num_splits.get(members, -1) + 1
+        return self._subgroup(members, str(ordinal))
 
     async def shrink(self) -> Communicator:
         """Make a communicator of the workers that are left; all of them must call this.
@@ -425,8 +428,12 @@ class Communicator(ABC):
         """Return the workers that have not come to the call in progress; None if there is none."""
 
     @abstractmethod
-    def _subgroup(self, ranks: tuple[int, ...]) -> Communicator:
-        """Return a communicator of the workers given, ascending."""
+    def _subgroup(self, ranks: tuple[int, ...], key: str) -> Communicator:
+        """Return a communicator of the workers given, ascending; the key tells it from others."""
+
+    @abstractmethod
+    def _alarm(self, number: int, text: str) -> None:
+        """Have `_on_alarm` of the other workers called, whatever they wait in; does not wait."""
 
     @abstractmethod
     async def _resized(self, num_new: int) -> Communicator:
@@ -453,10 +460,7 @@ class Communicator(ABC):
         if self._failure is not None:
             raise self._failure.error()
         if self._pid != os.getpid():
-            raise ContextError(
-                f"This communicator belongs to process {self._pid}, and this one was forked from "
-                "it. Fork before connecting, or start processes with the 'spawn' method."
-            )
+            raise _forked_error(self._pid)
 
     def _settle(self, call: Call, result: object) -> None:
         """Hand a result on, unless the await was cancelled or the group has ended."""
@@ -472,12 +476,23 @@ class Communicator(ABC):
             self._failure = failure
         pending, self._pending = self._pending, {}
         for call, future in pending.items():
-            loop = future.get_loop()
-            if not future.done() and not loop.is_closed():
-                future.set_exception(self._failure.error())
-                future.exception()  # already known: every later call raises it
-                if call.then is not None:
-                    loop.call_soon(call.then, future)
+            _let_fail(call, future, self._failure)
+
+
+def _let_fail(call: Call, future: asyncio.Future[object], failure: Failure) -> None:
+    loop = future.get_loop()
+    if not future.done() and not loop.is_closed():
+        future.set_exception(failure.error())
+        future.exception()  # already known: every later call raises it
+        if call.then is not None:
+            loop.call_soon(call.then, future)
+
+
+def _forked_error(pid: int) -> ContextError:
+    return ContextError(
+        f"This communicator belongs to process {pid}, and this one was forked from it. Fork before "
+        "connecting, or start processes with the 'spawn' method."
+    )
 
 
 def require_timeout(timeout: object) -> float | None:

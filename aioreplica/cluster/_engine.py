@@ -79,7 +79,6 @@ class EngineCommunicator(Communicator):
         self.buffers = BufferPool()
         self.scratch = np.empty(0, np.uint8)
         self._name = name
-        self._num_splits: dict[tuple[int, ...], int] = {}
         link.members.append(self)
 
     # ---- on the event loop ---------------------------------------------------------------
@@ -112,12 +111,13 @@ class EngineCommunicator(Communicator):
             return None
         return self.link.missing(visit) if isinstance(visit, Visit) and visit.is_late else None
 
-    def _subgroup(self, ranks: tuple[int, ...]) -> Communicator:
-        ordinal = self._num_splits.get(ranks, 0)
-        self._num_splits[ranks] = ordinal + 1
+    def _subgroup(self, ranks: tuple[int, ...], key: str) -> Communicator:
         outer = tuple(self.group.ranks[rank] for rank in ranks)
-        name = f"{self._name}/{','.join(map(str, outer))}.{ordinal}"
+        name = f"{self._name}/{','.join(map(str, outer))}.{key}"
         return SplitCommunicator(self.link, outer, self.timeout, name)
+
+    def _alarm(self, number: int, text: str) -> None:
+        self.link.alarm(self.group, number, text).add_done_callback(_forget)
 
     async def _close(self) -> None:
         link = self.link

@@ -49,6 +49,8 @@ T = TypeVar("T")
 Part: TypeAlias = tuple[Frame, Summands, ReplicaCall | None]
 """An operation: its frame, what is reduced ahead, and the call if it may go with those before."""
 
+Work: TypeAlias = Callable[..., Coroutine[Any, Any, None]]
+
 NOTHING_AHEAD = Summands(ReduceOp.SUM, [], are_lent=False)
 FUSED_BYTES = 1024 * 1024
 """Bytes of arrays that go together; above that, they gain nothing by it."""
@@ -207,6 +209,8 @@ class Exchange(asyncio.Future[T]):
             self._end()
             return
         workers = self.run.workers
+        if self.run.outer is not None and workers.groups.holds(self.enter):
+            return
         before = workers.before()
         self._queue = workers.queue
         self._queue.append(self)
@@ -225,19 +229,19 @@ class Exchange(asyncio.Future[T]):
         except BaseException as error:  # noqa: BLE001 - for those who wait
             self._fail(error)
             return
+        if run.outer is not None and workers.groups.holds(self._begin):
+            return
+        workers.num_sent += 1
+        if run.outer is not None:
+            workers.groups.heed(run.outer)
         communicator = workers.connected
         if communicator is None:
-            self._spawn(self._connect())
+            self._spawn(self._connect)
         else:
             self._send(communicator)
 
     async def _connect(self) -> None:
-        try:
-            communicator = await self.run.workers.connect()
-        except BaseException as error:
-            self._break(error)
-            raise
-        self._send(communicator)
+        self._send(await self.run.workers.connect())
 
     def _send(self, communicator: Communicator) -> None:
         """Have the engine send the frame, with what is queued by then."""
@@ -262,7 +266,7 @@ class Exchange(asyncio.Future[T]):
         try:
             disagreed = bucket.take(*came.result())
             if disagreed is not None:
-                self._spawn(self._disagree(communicator, *disagreed))
+                self._spawn(self._disagree, communicator, *disagreed)
                 return
             self.run.workers.agreed(bucket.num_bytes)
         except BaseException as error:  # noqa: BLE001 - `_break` raises what has to be
@@ -289,7 +293,7 @@ class Exchange(asyncio.Future[T]):
             self._break(error)
             return
         if isinstance(found, CoroutineType):  # of one that went alone
-            self._spawn(self._go_on(found))
+            self._spawn(self._go_on, found)
         else:
             self._succeed(found)
 
@@ -322,12 +326,7 @@ class Exchange(asyncio.Future[T]):
             tell()
 
     async def _go_on(self, carrying: Coroutine[Any, Any, T]) -> None:
-        try:
-            result = await carrying
-        except BaseException as error:
-            self._break(error)
-            raise
-        self._succeed(result)
+        self._succeed(await carrying)
 
     async def _disagree(
         self,
@@ -336,24 +335,26 @@ class Exchange(asyncio.Future[T]):
         decision: Closed | Failed | Differs,
     ) -> None:
         """End the run: the workers are not in the same collective."""
-        try:
-            run = self.run
-            ended_by = await run.end(
-                communicator,
-                frames,
-                decision,
-                partial(run.where, run.numbered(self.parts[0][0]), *self._told()),
-            )
-        except BaseException as error:
-            self._break(error)
-            raise
-        self._fail(ended_by)
+        run, workers = self.run, self.run.workers
+        where = partial(run.where, run.numbered(self.parts[0][0]), *self._told())
+        self._settle(await run.end(communicator, frames, decision, where))
+        self._call_tell()  # who waits need not wait for what follows
+        if workers.outer is None and not isinstance(decision, Closed):
+            await workers.groups.settle(communicator)
+        self._end()
 
     # ---- the end -------------------------------------------------------------------------
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = OwnedTask(work, f"aioreplica workers: {self.run.function}")
+    def _spawn(self, work: Work, *args: object) -> None:
+        task = OwnedTask(self._or_break(work, args), f"aioreplica workers: {self.run.function}")
         task.when_done(lambda _error: None)  # looked at: those who wait have it too
+
+    async def _or_break(self, work: Work, args: tuple[object, ...]) -> None:
+        try:
+            await work(*args)
+        except BaseException as error:
+            self._break(error)
+            raise
 
     def _succeed(self, result: T) -> None:
         if not self.done():
@@ -371,13 +372,16 @@ class Exchange(asyncio.Future[T]):
             raise error
 
     def _fail(self, error: BaseException) -> None:
+        self._settle(error)
+        self._end()
+
+    def _settle(self, error: BaseException) -> None:
         if not self.done():
             if self._is_cancelled or isinstance(error, asyncio.CancelledError):
                 super().cancel()
             else:
                 self.set_exception(error)
                 self.exception()  # looked at: who waited may have been cancelled
-        self._end()
 
     def _end(self) -> None:
         self.is_over = True
@@ -392,6 +396,9 @@ class Exchange(asyncio.Future[T]):
                 self.get_loop().call_soon(queue[0]._begin)
         if self._then is not None:
             self._call_then()
+        self._call_tell()
+
+    def _call_tell(self) -> None:
         tell, self._tell = self._tell, None
         if tell is not None:
             tell()

@@ -29,13 +29,14 @@ import numpy.typing as npt
 from ..collectives import SLOT_BYTES, Summands
 from ..tree import Array
 
-MAGIC = b"arF5"
+MAGIC = b"arF6"
 NAME_BYTES = 64
 DIGEST_BYTES = 16
 _HEADER = struct.Struct(f"<4sBHqqi{DIGEST_BYTES}s{NAME_BYTES}s")
 _HEADER_AND_SLOT = _HEADER.size + SLOT_BYTES
 MAX_FOLLOWERS = 31
 _KEPT_CHARACTERS = 4096  # of texts that are kept with their hash; `agree` takes longer ones
+MAX_TOLD, MAX_CAUSE = 16, 200  # groups and characters of an alarm: a note has a size
 _LINK = struct.Struct("<IH10s")  # the ends of sequence and stage, the beginning of the digest
 _U32, _U16 = 0xFFFF_FFFF, 0xFFFF
 _LINK_BYTES = _LINK.size
@@ -66,7 +67,8 @@ class Frame(NamedTuple):
         run: Number of the run, from 0.
         function: Name of the step function.
         sequence: Number of the collective in the run.
-        stage: Which exchange of that collective.
+        stage: Which exchange of that collective; of a failure of which another worker has told in
+            an alarm, the rank of that one, from 1.
         digest: A hash of what has to be equal on all workers; see `digest_of`.
         slot: Small data; the cause if it has failed, or was closed by an error.
 
@@ -193,6 +195,48 @@ class Differs:
 Decision: TypeAlias = Agreed | Failed | Closed | Differs
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """Failure of a run on another worker, which comes to no meeting before it was told to all.
+
+    Attributes:
+        number: Which end of a run it is, as all workers count them.
+        origin: Where the run failed first.
+        function: Name of the step function.
+        cause: What was raised there.
+        num_sent: How many frames its sender has sent in each group, by the key; None if too many.
+    """
+
+    number: int
+    origin: int
+    function: str
+    cause: str
+    num_sent: dict[str, int] | None
+
+    def encode(self) -> str:
+        """Return it as text, of which the end may be cut off on the way."""
+        counts = self.num_sent or {}
+        told = "?" if len(counts) > MAX_TOLD else ",".join(f"{k}={n}" for k, n in counts.items())
+        return f"{told}\n{self.origin}\n{self.function[:NAME_BYTES]}\n{self.cause[:MAX_CAUSE]}"
+
+    @staticmethod
+    def decode(rank: int, number: int, text: str) -> Alarm:
+        """Read what `encode` gave on the worker of that rank."""
+        told, _, rest = text.partition("\n")
+        origin, _, rest = rest.partition("\n")
+        function, is_whole, cause = rest.partition("\n")
+        if not is_whole:  # long names in other letters take several bytes each
+            return Alarm(number, rank, function or "a step", "see its log", None)
+        pairs = (each.partition("=") for each in told.split(",") if each)
+        counts = None if told == "?" else {key: int(count) for key, _, count in pairs}
+        return Alarm(number, int(origin), function, cause, counts)
+
+    def comes_to(self, group: str, number: int) -> bool:
+        """Tell whether its sender has sent the frame of that number in a group, from 1."""
+        return self.num_sent is not None and self.num_sent.get(group, 0) >= number
+
+
 def decide(frames: Sequence[Frame]) -> Decision:
     """Say what follows from the frames of all workers, in rank order.
 
@@ -209,10 +253,11 @@ def decide(frames: Sequence[Frame]) -> Decision:
     closed = tuple(i for i, frame in enumerate(frames) if frame.kind is FrameKind.CLOSED)
     if closed:
         return Closed(closed, frames[closed[0]].slot.decode("utf-8", "replace"))
-    for rank, frame in enumerate(frames):
-        if frame.kind is FrameKind.FAILED:
-            cause = frame.slot.decode("utf-8", "replace")
-            return Failed(rank, frame.run, frame.function, cause)
+    failed = [each for each in enumerate(frames) if each[1].kind is FrameKind.FAILED]
+    if failed:  # those by themselves before those that were told of
+        rank, frame = min(failed, key=lambda each: each[1].stage > 0)
+        cause = frame.slot.decode("utf-8", "replace")
+        return Failed(frame.stage - 1 if frame.stage else rank, frame.run, frame.function, cause)
     first = frames[0]
     if all(_key_of(frame) == _key_of(first) for frame in frames):
         return Agreed([frame.slot for frame in frames])

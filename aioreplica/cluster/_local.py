@@ -38,6 +38,7 @@ from ._communicator import (
     Communicator,
     Failure,
 )
+from ._rows import closed_text, crossed_failure, group_in_words, stall_text
 
 
 @final
@@ -60,7 +61,6 @@ class LocalCommunicator(Communicator):
         self.is_new = is_new
         self._group = group
         self._lane_name = group.lane_names[rank]
-        self._num_splits: dict[tuple[int, ...], int] = {}
         group.members.append(self)
         lane_table().acquire((self._lane_name,))
 
@@ -106,11 +106,12 @@ class LocalCommunicator(Communicator):
     def _absent(self) -> tuple[int, ...] | None:
         return self._group.absent()
 
-    def _subgroup(self, ranks: tuple[int, ...]) -> Communicator:
-        ordinal = self._num_splits.get(ranks, 0)
-        self._num_splits[ranks] = ordinal + 1
-        group = self._group.subgroup(ranks, ordinal)
+    def _subgroup(self, ranks: tuple[int, ...], key: str) -> Communicator:
+        group = self._group.subgroup(ranks, key)
         return LocalCommunicator(group, ranks.index(self.rank))
+
+    def _alarm(self, number: int, text: str) -> None:
+        self._send(partial(self._group.alarm, self.rank, number, text))
 
     async def _resized(self, num_new: int) -> Communicator:
         group, what = self._group, "grow" if num_new else "shrink"
@@ -256,7 +257,7 @@ class _Group:
         self.members: list[LocalCommunicator] = []
         self._meetings: dict[int, _Meeting] = {}
         self._left: dict[int, int] = {}  # the number of calls that a worker made before it left
-        self._subgroups: dict[tuple[tuple[int, ...], int], _Group] = {}
+        self._subgroups: dict[tuple[tuple[int, ...], str], _Group] = {}
         self._failure: Failure | None = None
         self._lost: set[int] = set()
         self.origin = origin
@@ -279,9 +280,9 @@ class _Group:
                 "one. Make a group per loop."
             )
 
-    def subgroup(self, ranks: tuple[int, ...], ordinal: int) -> _Group:
-        """Return the group that the n-th split into these ranks makes."""
-        key = ranks, ordinal
+    def subgroup(self, ranks: tuple[int, ...], name: str) -> _Group:
+        """Return the group that the split of this name into these ranks makes."""
+        key = ranks, name
         group = self._subgroups.get(key)
         if group is None:
             outer = tuple(self.ranks[rank] for rank in ranks)
@@ -343,6 +344,12 @@ class _Group:
                 self._check_left(call)
         if len(self._left) == self.size and self is not self._family[0]:
             self._family.remove(self)  # a split that is over: the group may make many
+
+    def alarm(self, rank: int, number: int, text: str) -> None:
+        """Tell the other members of an alarm."""
+        for member in self.members:
+            if member.rank != rank and member._on_alarm is not None:
+                member._on_alarm(rank, number, text)
 
     def end(self, failure: Failure) -> None:
         """Let every call of every member fail, and those of all groups of the same workers."""
@@ -477,41 +484,40 @@ class _Group:
             self.end(Failure(LOST, closed_text(gone, call), gone))
 
     def _time_is_up(self, number: int) -> None:
-        present = self._meetings[number].calls
-        missing = tuple(each for rank, each in enumerate(self.ranks) if rank not in present)
-        what = next((call.describe() for call in present.values()), f"call #{number}")
-        text = stall_text(missing, what, self.timeout)
-        self.end(Failure(STALLED, text, missing, self.timeout))
+        calls = self._meetings[number].calls
+        missing = tuple(each for rank, each in enumerate(self.ranks) if rank not in calls)
+        what = next((call.describe() for call in calls.values()), f"call #{number}")
+        elsewhere = {
+            worker: (call.describe(), group.in_words())
+            for group in self._family
+            if group is not self
+            for worker, call in group.waiting().items()
+            if worker in missing
+        }
+        absent = tuple(each for each in missing if each not in elsewhere)
+        if absent or not elsewhere:
+            text = stall_text(absent, what, self.timeout)
+            self.end(Failure(STALLED, text, absent, self.timeout))
+            return
+        own = min(self.waiting())
+        self.end(crossed_failure(own, (what, self.in_words()), elsewhere, self.timeout))
+
+    def waiting(self) -> dict[int, Call]:
+        """Return the oldest call of each worker that waits here."""
+        found: dict[int, Call] = {}
+        for number in sorted(self._meetings):
+            for rank, call in self._meetings[number].calls.items():
+                found.setdefault(self.ranks[rank], call)
+        return found
+
+    def in_words(self) -> str:
+        """Return, for example, "the split of workers 0 and 2"."""
+        return group_in_words(() if self is self._family[0] else self.ranks)
 
 
 def split_shrink_error() -> ContextError:
     """Return the error of `shrink` for a part of a group."""
     return ContextError("This is a split of a communicator. Shrink the one that was connected.")
-
-
-def stall_text(missing: tuple[int, ...], what: str, timeout: float | None) -> str:
-    """Say who did not come to a call before the timeout."""
-    who = workers_in_words(missing) if missing else "Some worker"
-    return (
-        f"{who} did not come to {what} within {timeout:g} s. Look what that worker does (it may "
-        "have ended its step early), or raise the timeout."
-    )
-
-
-def closed_text(gone: tuple[int, ...], call: Call) -> str:
-    """Say who has closed its communicator while others wait for it."""
-    has = "have" if len(gone) > 1 else "has"
-    return (
-        f"{workers_in_words(gone)} {has} closed the communicator before {call.describe()}, which "
-        "others wait in. Every worker must make the same calls."
-    )
-
-
-def workers_in_words(ranks: tuple[int, ...]) -> str:
-    """Return, for example, "Worker 1" or "Workers 1 and 3"."""
-    if len(ranks) == 1:
-        return f"Worker {ranks[0]}"
-    return f"Workers {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def _difference(calls: list[Call]) -> str | None:

@@ -31,9 +31,10 @@ from ..errors import ContextError, StallError, WorkerLostError
 from ..tree import Array
 from ._communicator import ENDED, LOST, STALLED, Failure, require_timeout
 from ._engine import EngineCommunicator, has_ended
-from ._local import workers_in_words
 from ._poller import Poller
+from ._rows import workers_in_words
 from ._transport import (
+    ALARM,
     LEFT,
     NOTE_BYTES,
     PASSED,
@@ -339,7 +340,7 @@ class MpiTransport(Transport):
         data = np.zeros(NOTE_BYTES, np.uint8)
         encoded = note.encode()
         data[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-        if note.kind not in (WAITING, PASSED, LEFT):
+        if note.kind not in (WAITING, PASSED, LEFT, ALARM):
             self._runtime.failed = True
             self._runtime.is_stalled |= note.kind == STALLED
         self._sent = [each for each in self._sent if not self._has_gone(each[0])]

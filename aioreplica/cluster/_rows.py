@@ -1,17 +1,19 @@
-"""Texts that workers tell each other: where they are when they differ, and by what they ended."""
+"""Texts that workers tell each other: who meets, where they differ, and by what they ended."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import final
 
 from ..devices import is_ctrl_c
-from ..errors import MergeMismatchError, ReplicaRow, WorkerLostError
+from ..errors import ContextError, MergeMismatchError, ReplicaRow, WorkerLostError
 from ..replica import cause_of_unwinding, format_rows
+from ._communicator import STALLED, Call, Communicator, Failure
+from ._frame import Frame, FrameKind, digest_of
 
 SHOWN = 600
 """Characters of a signature in an error."""
@@ -50,9 +52,11 @@ class WorkerRows:
         return WorkerRows(run, function, what, signature, tuple(ReplicaRow(*row) for row in rows))
 
 
-def workers_mismatch_error(workers: Sequence[WorkerRows], step: int | None) -> MergeMismatchError:
+def workers_mismatch_error(
+    workers: Sequence[WorkerRows], step: int | None, ranks: Sequence[int]
+) -> MergeMismatchError:
     """Build the error of workers that are in different operations; the same on all of them."""
-    reason = _reason(workers)
+    reason = _reason(workers, ranks)
     rows = tuple(row for worker in workers for row in worker.rows)
     return MergeMismatchError(
         f"{reason}.\n{format_rows(rows)}\n"
@@ -91,6 +95,16 @@ def workers_closed_error(
     return WorkerLostError(text, ranks=others)
 
 
+def broken_error(error: BaseException, label: str, rank: int) -> WorkerLostError:
+    """Build the error of a worker that cannot send anything any more, because of another error."""
+    return WorkerLostError(
+        f"{label} of worker {rank} cannot meet the other workers any more: {error} Start all "
+        "workers again, from the newest checkpoint; or go on without the lost one by `await "
+        "strategy.shrink()`, where the engine can.",
+        ranks=getattr(error, "ranks", ()),
+    )
+
+
 def cause_of(error: BaseException) -> str:
     """Name an error in a line, for the other workers; Ctrl-C comes as a cancellation."""
     if isinstance(error, asyncio.CancelledError) and is_ctrl_c():
@@ -109,19 +123,95 @@ def cause_of_interrupt() -> BaseException:
     return cause
 
 
-def _reason(workers: Sequence[WorkerRows]) -> str:
-    base = workers[0]
-    for rank, other in enumerate(workers[1:], 1):
+def _reason(workers: Sequence[WorkerRows], ranks: Sequence[int]) -> str:
+    base, first = workers[0], ranks[0]
+    for rank, other in zip(ranks[1:], workers[1:], strict=True):
         if (base.run, base.function) != (other.run, other.function):
             return (
-                f"Worker 0 is in {base.what} of run {base.run} ({base.function}) but worker {rank} "
-                f"is in {other.what} of run {other.run} ({other.function})"
+                f"Worker {first} is in {base.what} of run {base.run} ({base.function}) but worker "
+                f"{rank} is in {other.what} of run {other.run} ({other.function})"
             )
         if base.what != other.what:
-            return f"Worker 0 is in {base.what} but worker {rank} is in {other.what}"
+            return f"Worker {first} is in {base.what} but worker {rank} is in {other.what}"
         if base.signature != other.signature:
             return (
-                f"Workers 0 and {rank} disagree in {base.what}: {base.signature} on worker 0 and "
-                f"{other.signature} on worker {rank}"
+                f"Workers {first} and {rank} disagree in {base.what}: {base.signature} on worker "
+                f"{first} and {other.signature} on worker {rank}"
             )
     return f"Workers disagree in {base.what}, in what is too long to be shown"
+
+
+async def greet(
+    communicator: Communicator, label: str, ranks: Sequence[int], num_replicas: int
+) -> None:
+    """Meet the other workers, of these ranks, for the first time; see `Workers.connect`."""
+    rank = ranks[communicator.rank]
+    slot = num_replicas.to_bytes(4, "little")
+    group = digest_of(communicator._name)  # whose messages these are
+    hello = Frame(FrameKind.COLLECTIVE, -1, digest=group, slot=slot)
+    communicator._what = f"the first meeting of {label}"
+    rows = await communicator.all_gather(hello.encode())
+    frames = list(map(Frame.decode, rows))
+    if any(frame.digest != group for frame in frames):
+        raise ContextError(
+            f"{label} of worker {rank} has met a strategy of another group of workers. Split the "
+            "communicator in the same order on all workers."
+        )
+    counts = [int.from_bytes(frame.slot, "little") for frame in frames]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"The workers have {counts} replicas, in rank order, but all must have as many. Give "
+            "each worker the same number of devices."
+        )
+
+
+def stall_text(missing: tuple[int, ...], what: str, timeout: float | None) -> str:
+    """Say who did not come to a call before the timeout."""
+    who = workers_in_words(missing) if missing else "Some worker"
+    return (
+        f"{who} did not come to {what} within {timeout:g} s. Look what that worker does (it may "
+        "have ended its step early), or raise the timeout."
+    )
+
+
+def crossed_failure(
+    own: int, here: tuple[str, str], elsewhere: Mapping[int, tuple[str, str]], timeout: float | None
+) -> Failure:
+    """Return the failure of a worker that waits for some who wait in calls of other groups.
+
+    Args:
+        own: The worker.
+        here: In which call it waits, and of which group.
+        elsewhere: The same of those for whom it waits.
+        timeout: How long it has waited, in seconds.
+    """
+    where = ", ".join(
+        f"worker {each} waits in {what} of {group}"
+        for each, (what, group) in sorted(elsewhere.items())
+    )
+    text = (
+        f"Worker {own} has waited {timeout:g} s in {here[0]} of {here[1]}, while {where}. Workers "
+        "must make the calls of groups that overlap in one order."
+    )
+    return Failure(STALLED, text, tuple(sorted((own, *elsewhere))), timeout)
+
+
+def group_in_words(ranks: tuple[int, ...]) -> str:
+    """Return, for example, "the split of workers 0 and 2"; of no ranks, the group of all."""
+    return f"the split of {workers_in_words(ranks).lower()}" if ranks else "the group of all"
+
+
+def closed_text(gone: tuple[int, ...], call: Call) -> str:
+    """Say who has closed its communicator while others wait for it."""
+    has = "have" if len(gone) > 1 else "has"
+    return (
+        f"{workers_in_words(gone)} {has} closed the communicator before {call.describe()}, which "
+        "others wait in. Every worker must make the same calls."
+    )
+
+
+def workers_in_words(ranks: tuple[int, ...]) -> str:
+    """Return, for example, "Worker 1" or "Workers 1 and 3"."""
+    if len(ranks) == 1:
+        return f"Worker {ranks[0]}"
+    return f"Workers {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from ..collectives import SLOT_BYTES, Carry, Summands, gather_bytes, no_data
-from ..errors import ReplicaRow, WorkerLostError
+from ..collectives import (
+    SLOT_BYTES,
+    Carry,
+    Summands,
+    Turn,
+    broadcast_arrays,
+    gather_bytes,
+    no_data,
+    reduce_across,
+    widen_halves,
+)
+from ..context import AWAITED_BY, PLACE
+from ..errors import ContextError, ReplicaRow, WorkerLostError
 from ..replica import STARTED_ALL_REDUCE, Generation, Pending, Reducing
 from ..replica import Call as ReplicaCall
+from ..typing import ReduceOp, VariableAggregation
+from ..values import IndexedSlices, aggregate
 from ._communicator import Communicator
 from ._exchange import NOTHING_AHEAD, Exchange, Part
-from ._frame import Closed, Differs, Failed, Frame, FrameKind, cut_text, digest_of
+from ._frame import Alarm, Closed, Differs, Failed, Frame, FrameKind, cut_text, digest_of
 from ._rows import WorkerRows, cause_of, workers_mismatch_error
 
 if TYPE_CHECKING:
@@ -31,31 +44,42 @@ class WorkersRun:
         workers: Whose run it is.
         function: Name of the step function.
         step: Number of the step, for errors.
+        outer: The run of all workers, of which this is the part of a group; None if it is that.
 
     Attributes:
         workers: The same.
         function: The same.
         step: The same.
+        outer: The same.
         number: Of the run, equal on all workers; None before the first operation.
         is_over: Whether it has ended, or was ended by another worker.
         ended_by: What another worker has ended it with, or None.
         local_rows: Describe the replicas of this worker, for errors.
+        abort: Ends it on this worker.
+        alarm: Of a worker that never comes, by which it was ended; or None.
         tail: The newest turn, if it has not ended.
     """
 
     __slots__ = (
-        "_newest", "ended_by", "function", "is_over", "local_rows", "number", "step", "tail",
-        "workers",
+        "_newest", "abort", "alarm", "ended_by", "function", "is_over", "local_rows", "number",
+        "outer", "step", "tail", "workers",
     )  # fmt: skip
 
-    def __init__(self, workers: Workers, function: str, step: int | None) -> None:
+    def __init__(
+        self, workers: Workers, function: str, step: int | None, outer: WorkersRun | None = None
+    ) -> None:
         self.workers = workers
         self.function = function
         self.step = step
+        self.outer = outer
         self.number: int | None = None
         self.is_over = False
         self.ended_by: Exception | None = None
-        self.local_rows: Callable[[], Sequence[ReplicaRow]] | None = None
+        self.local_rows: Callable[[], Sequence[ReplicaRow]] | None = (
+            None if outer is None else outer.local_rows
+        )
+        self.abort: Callable[[BaseException], None] | None = None
+        self.alarm: Alarm | None = None
         self.tail: OpenTurn | None = None
         # Reductions that no other operation has come behind.
         self._newest: tuple[Exchange[None], Pending] | None = None
@@ -81,16 +105,33 @@ class WorkersRun:
             raise self.ended_by
         if self.is_over:
             raise asyncio.CancelledError
+        if self.outer is not None:
+            self.outer.raise_if_over()
 
-    def begin(self, step: int, local_rows: Callable[[], Sequence[ReplicaRow]]) -> None:
+    def begin(
+        self,
+        step: int,
+        local_rows: Callable[[], Sequence[ReplicaRow]],
+        abort: Callable[[BaseException], None],
+    ) -> None:
         """Learn of the replicas that have been made for it.
 
         Args:
             step: Number of the step.
             local_rows: Describes the replicas.
+            abort: Ends them, because of an error.
         """
         self.step = step
         self.local_rows = local_rows
+        self.abort = abort
+
+    def group(self, ids: tuple[int, ...]) -> WorkersRun:
+        """Return the part of it of some replicas, of several workers.
+
+        Raises:
+            ValueError: If there are more of them on one worker than on another.
+        """
+        return WorkersRun(self.workers.groups.workers_of(ids), self.function, self.step, self)
 
     def merge(self, generation: Generation) -> Pending:
         """Take a turn for a generation that is complete here; return what to await."""
@@ -140,8 +181,12 @@ class WorkersRun:
 
     def absent_workers(self) -> tuple[int, ...] | None:
         """Return the workers that have not come to where this one waits; None if not known."""
-        communicator = self.workers.connected
-        return None if communicator is None else communicator._absent()
+        found = None
+        for workers in (self.workers, *self.workers.groups):
+            communicator = workers.connected
+            absent = None if communicator is None else communicator._absent()
+            found = absent or (absent if found is None else found)
+        return found
 
     def turn(
         self,
@@ -160,10 +205,27 @@ class WorkersRun:
         if self.is_over:
             return
         self.is_over = True
-        cause = cut_text(cause_of(error), SLOT_BYTES)
-        frame = Frame(FrameKind.FAILED, 0, self.function, slot=cause)
-        if not self.workers.is_broken:
+        alarm, workers = self.alarm, self.workers
+        origin, cause = workers.rank, cause_of(error)
+        if alarm is not None:
+            origin, cause = alarm.origin, alarm.cause
+        stage = 0 if alarm is None else origin + 1
+        slot = cut_text(cause, SLOT_BYTES)
+        frame = Frame(FrameKind.FAILED, 0, self.function, stage=stage, slot=slot)
+        if not workers.is_broken:
+            workers.groups.raise_alarm(origin, self.function, cause)
             Exchange(self, [(frame, NOTHING_AHEAD, None)], _told("the failure"), no_data).enter()
+
+    def end_by(self, alarm: Alarm) -> None:
+        """End it on this worker, which waits for one that does not come."""
+        if self.abort is not None and not self.is_over:
+            self.alarm = alarm
+            self.abort(failed_error(alarm.origin, alarm.function, alarm.cause))
+
+    def void(self) -> None:
+        """Answer a frame that another member of the group has sent in a run that has failed."""
+        frame = Frame(FrameKind.FAILED, 0, self.function)
+        Exchange(self, [(frame, NOTHING_AHEAD, None)], _told("a failure"), no_data).enter()
 
     def leave(self, error: BaseException | None) -> Exchange[list[bytes]]:
         """Tell the other workers that this one is closed, and why: the last operation there is."""
@@ -194,7 +256,7 @@ class WorkersRun:
             decision: What follows from them.
             where: Describes where this worker is.
         """
-        workers = self.workers
+        workers, outer = self.workers, self.outer
         rows: list[WorkerRows] = []
         if isinstance(decision, Differs):
             told = await gather_bytes(communicator, where().encode())
@@ -202,10 +264,13 @@ class WorkersRun:
         workers.runs_until(max(each.run for each in frames))
         if isinstance(decision, Closed):
             ended_by = workers.closed_error(decision)
-        elif isinstance(decision, Failed):
-            ended_by = _failed_error(decision)
+        elif isinstance(decision, Differs):
+            ended_by = workers_mismatch_error(rows, self.step, workers.ranks)
+        elif outer is not None and outer.ended_by is not None:  # see `Groups.settle`
+            ended_by = outer.ended_by
         else:
-            ended_by = workers_mismatch_error(rows, self.step)
+            which = f"run {decision.run} ({decision.function})"
+            ended_by = failed_error(decision.rank, which, decision.cause)
         self.is_over = True
         self.ended_by = ended_by
         return ended_by
@@ -364,13 +429,70 @@ class OpenTurn:
         self.end()
 
 
-def _failed_error(failed: Failed) -> WorkerLostError:
+def failed_error(rank: int, which: str, cause: str) -> WorkerLostError:
     """Return the error of a run that has failed on another worker."""
     return WorkerLostError(
-        f"Worker {failed.rank} failed in run {failed.run} ({failed.function}): {failed.cause}. The "
-        "run was ended on all workers; see that worker's traceback.",
-        ranks=(failed.rank,),
+        f"Worker {rank} failed in {which}: {cause}. The run was ended on all workers; see that "
+        "worker's traceback.",
+        ranks=(rank,),
     )
+
+
+def require_not_awaited(run: WorkersRun | None, what: str) -> None:
+    """Check that what waits for the end of a run is not what that run waits for.
+
+    Raises:
+        ContextError: If it is.
+    """
+    if run is not None and run in AWAITED_BY.get():
+        raise ContextError(
+            f"{what!r} has to meet the other workers, but was called by what the device loop of "
+            f"{run.function} waits for: its iterator, or an outside function. It would wait for "
+            "that loop, and the loop for it. Pass aiter(batches) itself to run_steps, and change "
+            "batches in the dataset or in the step; read metrics and variables between loops."
+        )
+
+
+def require_runnable(workers: Workers, what: str) -> None:
+    """Check that a run is not one which would wait for itself, or that others do not wait for.
+
+    Raises:
+        ContextError: If a merge function would wait for the end of its own run, it goes to a group,
+            whose view works in merge functions only, or this worker has not come to `grow`.
+    """
+    if workers.is_new:
+        raise ContextError(
+            f"Worker {workers.rank} was started by `strategy.grow`, and the others wait for it "
+            "there. Call `await strategy.grow(num_workers, savepoint)` first, as they do."
+        )
+    is_merging = workers.merging is not None or workers.groups.are_merging
+    if (PLACE.get().in_merge and is_merging) or workers.outer is not None:
+        raise ContextError(
+            f"{what} was to run in a merge function of {workers.label}, whose run it would wait "
+            "for. Call it outside the step; or in the merge function of a group, call the method "
+            "of the view that it gets."
+        )
+
+
+async def aggregated(
+    operation: Callable[[], AbstractAsyncContextManager[Turn]],
+    aggregation: VariableAggregation,
+    arrays: Sequence[object],
+) -> Any:
+    """Combine components in an operation; see `Workers.aggregate`."""
+    is_mean = aggregation is VariableAggregation.MEAN
+    op = ReduceOp.MEAN if is_mean else ReduceOp.SUM
+    is_sum = aggregation is not VariableAggregation.ONLY_FIRST_REPLICA
+    rows, halves = widen_halves(op, [[array] for array in arrays] if is_sum else [arrays[:1]])
+    value = aggregate(aggregation, [array for [array] in rows])
+    async with operation() as turn:
+        if is_sum:
+            return (await reduce_across(turn, op, [value], halves=halves))[0]
+        if isinstance(value, IndexedSlices):  # each brings other rows: those of one count
+            nothing = IndexedSlices(value.values[:0], value.indices[:0], value.dense_shape)
+            brought = value if turn.rank == 0 else nothing
+            return (await reduce_across(turn, ReduceOp.SUM, [brought]))[0]
+        return (await broadcast_arrays(turn, [value]))[0]
 
 
 def _told_of_first(parts: Sequence[Part]) -> tuple[str, str]:

@@ -32,9 +32,9 @@ from ..errors import AioReplicaError, ContextError, StallError, WorkerLostError
 from ..tree import Array
 from ._communicator import ENDED, LOST, Communicator, Failure, require_timeout
 from ._engine import EngineCommunicator, has_ended
-from ._local import workers_in_words
 from ._poller import Poller
 from ._resolver import ClusterResolver
+from ._rows import workers_in_words
 from ._torch_store import (
     ANSWER_S,
     JOIN_PAUSE_S,

@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar, cast, final
 
 from ..devices import CompletionQueue, Lane, Op, new_gate
 from ..errors import StallError
-from ._local import workers_in_words
 from ._resolver import ClusterResolver
+from ._rows import workers_in_words
 from ._transport import LOGGER, WARN_S
 
 T = TypeVar("T")

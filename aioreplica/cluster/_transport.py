@@ -4,9 +4,9 @@ A thread makes the calls of an engine and polls what it has begun, see `Poller`;
 allows it, the event loop's thread begins those that a task waits for. Between polls the thread
 looks for what the others have to say, and at the clock.
 
-Workers tell each other three things in notes, outside of the collectives: that they wait in a call,
-again and again (so that a stall names who does not, or has stopped in it), that they have left, and
-why the group has ended.
+Workers tell each other four things in notes, outside of the collectives: that they wait in a call,
+again and again (so that a stall names who does not, or has stopped in it), that they have left,
+that a run of a strategy has failed (an alarm), and why the group has ended.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, final
 
@@ -29,15 +30,15 @@ import numpy as np
 from ..devices import CompletionQueue, Op
 from ..tree import Array
 from ._communicator import LOST, STALLED, Failure
-from ._local import closed_text, stall_text, workers_in_words
 from ._poller import Entry, Poller
+from ._rows import closed_text, crossed_failure, group_in_words, stall_text, workers_in_words
 
 if TYPE_CHECKING:
     from ._engine import EngineCommunicator, Visit
 
 LOGGER = logging.getLogger("aioreplica.cluster")
 
-WAITING, PASSED, LEFT = "waiting", "passed", "left"
+WAITING, PASSED, LEFT, ALARM = "waiting", "passed", "left", "alarm"
 NOTE_BYTES = 1024
 WAITING_S = 0.5  # in a call, before a worker tells the others that it waits there, and again
 WARN_S = 10.0  # in a call, before a worker logs for whom it waits
@@ -79,12 +80,12 @@ class Note:
     """Message of one worker to all others.
 
     Attributes:
-        kind: WAITING, PASSED or LEFT, or the kind of a failure.
+        kind: WAITING, PASSED, LEFT or ALARM, or the kind of a failure.
         rank: Who says so, in the outermost group.
         group: The name of the group it is about.
         number: Of the call it waits in or has ended, or of its calls before it left.
         text: Of the failure; names the call it waits in.
-        ranks: Of the failure.
+        ranks: Of the failure; of an alarm, who raises it, in the group it is about.
         timeout: Of the failure.
     """
 
@@ -267,6 +268,16 @@ class Link:
         if is_over:
             asyncio.get_running_loop().call_soon(visit.resolve)
 
+    def alarm(self, group: Group, number: int, text: str) -> Op[object]:
+        """Raise an alarm in a group."""
+        note = Note(ALARM, self.transport.rank, group.name, number, text, (group.rank,))
+        return self.put(self.transport.tell, note)
+
+    def _hand_on(self, alarm: Note) -> None:
+        for member in tuple(self.members):
+            if member.group.name == alarm.group and member._on_alarm is not None:
+                member._on_alarm(alarm.ranks[0], alarm.number, alarm.text)
+
     def hold(self, what: object) -> None:
         """Keep the memory of an exchange that the engine may not be done with."""
         self._held.append(what)
@@ -364,17 +375,12 @@ class Link:
                 f"{timeout:g} s now. Look whether that process is suspended or its host is."
             )
             return Failure(STALLED, text, stopped, timeout)
-        where = ", ".join(
-            f"worker {each} waits in {word.text} of {_group_in_words(word.group)}"
-            for each, word in sorted(elsewhere.items())
-        )
-        own = self.transport.rank
-        text = (
-            f"Worker {own} has waited {timeout:g} s in {what} of "
-            f"{_group_in_words(visit.group.name)}, while {where}. Workers must make the calls of "
-            "groups that overlap in one order."
-        )
-        return Failure(STALLED, text, tuple(sorted((own, *elsewhere))), timeout)
+        words = {
+            each: (word.text, group_in_words(_ranks_of(word.group)))
+            for each, word in elsewhere.items()
+        }
+        here = what, group_in_words(_ranks_of(visit.group.name))
+        return crossed_failure(self.transport.rank, here, words, timeout)
 
     def _warn(self, visit: Visit, now: float) -> None:
         """Log for whom a call waits, and the newest word of every worker."""
@@ -418,6 +424,8 @@ class Link:
                 self._hear(note, monotonic())
             elif note.kind == LEFT:
                 self._left[note.group, note.rank] = note.number
+            elif note.kind == ALARM and self._completions is not None:
+                self._completions.call_soon(partial(self._hand_on, note))
             elif self.ended is None:
                 self.ended = Failure(note.kind, note.text, note.ranks, note.timeout)
                 self._is_told = True
@@ -458,9 +466,7 @@ class Link:
             )  # fmt: skip
 
 
-def _group_in_words(name: str) -> str:
-    """Return, for example, "the split of workers 0 and 2", of a group by its name."""
+def _ranks_of(name: str) -> tuple[int, ...]:
+    """Return the members of a split, by its name; none of the group of all."""
     ranks = name.rpartition("/")[2].rpartition(".")[0]
-    if not ranks:
-        return "the group of all"
-    return f"the split of {workers_in_words(tuple(map(int, ranks.split(',')))).lower()}"
+    return tuple(map(int, ranks.split(","))) if ranks else ()

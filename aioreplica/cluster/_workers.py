@@ -14,30 +14,34 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+import json
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, final
 
 from ..collectives import (
     Turn,
-    broadcast_arrays,
+    gather_bytes,
     no_data,
-    reduce_across,
-    widen_halves,
 )
-from ..context import AWAITED_BY, PLACE
+from ..context import PLACE
 from ..devices import OwnedTask, is_ctrl_c
-from ..errors import ContextError, LoopMismatchError, WorkerLostError
-from ..typing import ReduceOp, VariableAggregation
-from ..values import IndexedSlices, aggregate
+from ..errors import ContextError, LoopMismatchError
+from ..typing import VariableAggregation
 from ._communicator import Communicator
 from ._engine import SMALL_BYTES
 from ._exchange import Exchange
-from ._frame import Closed, Frame, FrameKind, digest_of
-from ._rows import cause_of_interrupt, workers_closed_error
-from ._run import OpenTurn, WorkersRun
+from ._frame import Alarm, Closed, FrameKind, digest_of
+from ._rows import broken_error, cause_of_interrupt, greet, workers_closed_error
+from ._run import (
+    OpenTurn,
+    WorkersRun,
+    aggregated,
+    require_not_awaited,
+    require_runnable,
+)
 from ._transport import LOGGER
 
 CLOSING_S = 30.0
@@ -59,9 +63,18 @@ class Workers:
         label: Names the strategy in errors.
         given: The communicator that `connect` gives, if it is there already.
         is_new: Whether others have started this worker, and wait for it in `grow`.
+        outer: All workers, of which these are those of a group of replicas; None if they are all.
+        ranks: The numbers of these among all.
+        key: Of a group: tells it from others.
 
     Attributes:
         is_new: The same, until it has come to `grow` too.
+        outer: The same.
+        ranks: The same.
+        key: The same.
+        label: The same.
+        groups: Those of some replicas of several workers.
+        num_sent: Number of frames that this worker has sent.
         queue: Exchanges that have begun or wait for those before, the first one under way.
         left_by: What the block of the strategy is being left by; told to the others at its end.
         room: Bytes behind each frame, for arrays that are reduced if all frames agree.
@@ -75,15 +88,23 @@ class Workers:
         num_local_replicas: int,
         label: str,
         given: Communicator | None = None,
+        outer: Workers | None = None,
+        ranks: Sequence[int] = (),
+        key: str = "",
         *,
         is_new: bool = False,
     ) -> None:
         self.is_new = is_new
+        self.outer = outer
+        self.ranks = ranks or range(num_workers)
+        self.key = key
+        self.groups: Groups = Groups(self, given) if outer is None else outer.groups
+        self.num_sent = 0
         self.rank = rank
         self.num_workers = num_workers
         self.num_local_replicas = num_local_replicas
         self._connect = connect
-        self._label = label
+        self.label = label
         self._given = given
         self._communicator: Communicator | None = None
         self._queue_of_runs: asyncio.Lock | None = None
@@ -113,7 +134,7 @@ class Workers:
     @property
     def is_broken(self) -> bool:
         """True if nothing can be sent any more."""
-        return self._broken is not None
+        return (self.outer or self)._broken is not None
 
     # ---- runs ----------------------------------------------------------------------------
 
@@ -132,25 +153,16 @@ class Workers:
         Cancellation:
             Tells the other workers, once the run has begun.
         """
-        if self.is_new:
-            raise ContextError(
-                f"Worker {self.rank} was started by `strategy.grow`, and the others wait for it "
-                "there. Call `await strategy.grow(num_workers, savepoint)` first, as they do."
-            )
+        require_runnable(self, function)
         self.raise_if_broken()
-        if self.merging is not None and PLACE.get().in_merge:
-            raise ContextError(
-                f"{function} was to run in a merge function of {self._label}, whose run it would "
-                "wait for. Call it outside the step."
-            )
-        _require_not_awaited(self._running, function)
+        require_not_awaited(self._running, function)
         if self._queue_of_runs is None:
             self._queue_of_runs = asyncio.Lock()
         num_closed = self._num_closed
         async with self._queue_of_runs:
             if self._num_closed != num_closed:
                 raise ContextError(
-                    f"{self._label} was closed while {function} waited for the runs before."
+                    f"{self.label} was closed while {function} waited for the runs before."
                 )
             self.raise_if_broken()
             self._running = run = WorkersRun(self, function, step)
@@ -191,7 +203,7 @@ class Workers:
             arrays: One array or IndexedSlices per replica of this worker.
         """
         operation = partial(self.operation, what, f"{name!r} {aggregation.value}")
-        return await _aggregated(operation, aggregation, arrays)
+        return await aggregated(operation, aggregation, arrays)
 
     # ---- for operations ------------------------------------------------------------------
 
@@ -208,7 +220,7 @@ class Workers:
         if last.get_loop() is asyncio.get_running_loop():
             return last
         self.queue = deque()
-        if self._broken is None:
+        if not self.is_broken:
             self.break_off(RuntimeError("its event loop ended while it met the others."))
         return None
 
@@ -224,11 +236,15 @@ class Workers:
     def closed_error(self, decision: Closed) -> Exception:
         """Return the error of a worker that others have left; nothing is sent after it."""
         ranks, cause = decision.ranks, decision.cause
-        self._broken = error = workers_closed_error(ranks, cause, self.rank, self._label)
+        self._broken = error = workers_closed_error(ranks, cause, self.rank, self.label)
         return error
 
     def break_off(self, error: BaseException) -> None:
         """Remember what made every further operation impossible, and tell the other workers."""
+        if self.outer is not None:
+            if self in self.groups:  # and not closed
+                self.outer.break_off(error)
+            return
         self._broken = error
         if self._communicator is not None:
             with suppress(LoopMismatchError):  # a group of one loop, which has ended with it
@@ -240,14 +256,9 @@ class Workers:
         Raises:
             WorkerLostError: If not.
         """
-        error = self._broken
+        error = (self.outer or self)._broken
         if error is not None:
-            raise WorkerLostError(
-                f"{self._label} of worker {self.rank} cannot meet the other workers any more: "
-                f"{error} Start all workers again, from the newest checkpoint; or go on without "
-                "the lost one by `await strategy.shrink()`, where the engine can.",
-                ranks=getattr(error, "ranks", ()),
-            ) from error
+            raise broken_error(error, self.label, self.ranks[self.rank]) from error
 
     def agreed(self, num_bytes: int) -> None:
         """Learn how many bytes of arrays an exchange had, on which all workers have agreed.
@@ -263,6 +274,7 @@ class Workers:
     def _forget_others(self) -> None:
         self._has_greeted = False
         self._next_run = 0
+        self._reaching = asyncio.Lock()
         self.room = 0
         self._needed: deque[int] = deque(maxlen=ROOM_MEMORY)
 
@@ -273,13 +285,19 @@ class Workers:
             ValueError: If they have not as many replicas each.
             Exception: As `ar.cluster.connect`.
         """
-        if self._communicator is None:
-            self._communicator = await self._connect()
-        communicator = self._communicator
+        communicator = await self.reach()
         if not self._has_greeted:
             self._has_greeted = True
-            await _greet(communicator, self._label, self.rank, self.num_local_replicas)
+            await greet(communicator, self.label, self.ranks, self.num_local_replicas)
         return communicator
+
+    async def reach(self) -> Communicator:
+        """Return the communicator, connected now if that was not done before."""
+        async with self._reaching:
+            if self._communicator is None:
+                self._communicator = await self._connect()
+                self.groups.listen(self._communicator)
+        return self._communicator
 
     # ---- going on with fewer, or with more ------------------------------------------------
 
@@ -294,7 +312,7 @@ class Workers:
             StallError: If not all workers that are left came before the timeout.
             WorkerLostError: If another worker was lost meanwhile, or it is this one that is gone.
         """
-        _require_not_awaited(self._running, "shrink")
+        require_not_awaited(self._running, "shrink")
         if self._queue_of_runs is None:
             self._queue_of_runs = asyncio.Lock()
         async with self._queue_of_runs:
@@ -303,7 +321,7 @@ class Workers:
                 await last.over()
             if communicator is None or not communicator.has_failed:
                 raise ContextError(
-                    f"{self._label} of worker {self.rank} has lost no worker, so there is nothing "
+                    f"{self.label} of worker {self.rank} has lost no worker, so there is nothing "
                     f"to shrink. {self._broken or ''}".rstrip()
                 )
             await self._go_on(communicator)
@@ -334,6 +352,9 @@ class Workers:
             self.rank, self.num_workers = after.rank, after.size
             self._broken = None
             self._forget_others()
+            self.ranks = range(after.size)
+            await self.groups.aclose()
+            self.groups.listen(after)
             await before.aclose()
 
     @asynccontextmanager
@@ -362,7 +383,7 @@ class Workers:
             if self._given is not None:  # the others may wait in the first operation
                 await self._given.aclose()
             return
-        leaving = OwnedTask(self._leave(), "aioreplica workers: closing")
+        leaving = OwnedTask(_leave(self), "aioreplica workers: closing")
         try:
             await leaving.ended()
         finally:
@@ -370,28 +391,9 @@ class Workers:
             self._queue_of_runs = self._broken = self.left_by = None
             self.queue = deque()
             self._forget_others()
+            await self.groups.aclose()
             if communicator is not None:
                 await communicator.aclose()
-
-    async def _leave(self) -> None:
-        """Let the operations before end, and say goodbye; others may be late, or gone."""
-        last = self.before()
-        if last is not None:
-            await last.over()
-        communicator = self._communicator
-        if self._broken is not None or communicator is None:
-            return
-        late = TimeoutError("The other workers did not come to close their strategies.")
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(communicator.timeout or CLOSING_S, self.break_off, late)
-        run = WorkersRun(self, "-", None)
-        try:
-            is_over = await run.leave(self.left_by).over()
-        finally:
-            timer.cancel()
-        if is_over and run.ended_by is None:  # no frame of the others has ended it
-            text = f"{self._label} of worker {self.rank} was closed without the others"
-            LOGGER.warning("%s: %s", text, self._broken)
 
     def abandon(self) -> None:
         """Give up at once, as the interpreter is interrupted; tell the others by what."""
@@ -399,58 +401,200 @@ class Workers:
             self.break_off(cause_of_interrupt())
 
 
-async def _aggregated(
-    operation: Callable[[], AbstractAsyncContextManager[Turn]],
-    aggregation: VariableAggregation,
-    arrays: Sequence[object],
-) -> Any:
-    """Combine components in an operation; see `Workers.aggregate`."""
-    is_mean = aggregation is VariableAggregation.MEAN
-    op = ReduceOp.MEAN if is_mean else ReduceOp.SUM
-    is_sum = aggregation is not VariableAggregation.ONLY_FIRST_REPLICA
-    rows, halves = widen_halves(op, [[array] for array in arrays] if is_sum else [arrays[:1]])
-    value = aggregate(aggregation, [array for [array] in rows])
-    async with operation() as turn:
-        if is_sum:
-            return (await reduce_across(turn, op, [value], halves=halves))[0]
-        if isinstance(value, IndexedSlices):  # each brings other rows: those of one count
-            nothing = IndexedSlices(value.values[:0], value.indices[:0], value.dense_shape)
-            brought = value if turn.rank == 0 else nothing
-            return (await reduce_across(turn, ReduceOp.SUM, [brought]))[0]
-        return (await broadcast_arrays(turn, [value]))[0]
+async def _leave(workers: Workers) -> None:
+    """Let the operations before end, and say goodbye; others may be late, or gone."""
+    last = workers.before()
+    if last is not None:
+        await last.over()
+    communicator = workers._communicator
+    if workers._broken is not None or communicator is None:
+        return
+    late = TimeoutError("The other workers did not come to close their strategies.")
+    loop = asyncio.get_running_loop()
+    timer = loop.call_later(communicator.timeout or CLOSING_S, workers.break_off, late)
+    run = WorkersRun(workers, "-", None)
+    try:
+        await workers.groups.over()
+        await workers.groups.aclose()  # who waits for this worker in one is told now
+        is_over = await run.leave(workers.left_by).over()
+    finally:
+        timer.cancel()
+    if is_over and run.ended_by is None:  # no frame of the others has ended it
+        text = f"{workers.label} of worker {workers.rank} was closed without the others"
+        LOGGER.warning("%s: %s", text, workers._broken)
 
 
-async def _greet(communicator: Communicator, label: str, rank: int, num_replicas: int) -> None:
-    """Meet the other workers for the first time; see `Workers.connect`."""
-    slot = num_replicas.to_bytes(4, "little")
-    group = digest_of(communicator._name)  # whose messages these are
-    hello = Frame(FrameKind.COLLECTIVE, -1, digest=group, slot=slot)
-    communicator._what = f"the first meeting of {label}"
-    rows = await communicator.all_gather(hello.encode())
-    frames = list(map(Frame.decode, rows))
-    if any(frame.digest != group for frame in frames):
-        raise ContextError(
-            f"{label} of worker {rank} has met a strategy of another group of workers. Split the "
-            "communicator in the same order on all workers."
-        )
-    counts = [int.from_bytes(frame.slot, "little") for frame in frames]
-    if len(set(counts)) > 1:
-        raise ValueError(
-            f"The workers have {counts} replicas, in rank order, but all must have as many. Give "
-            "each worker the same number of devices."
-        )
+@final
+class Groups:
+    """Groups of replicas of several workers, under one strategy.
 
+    A group has a split of the communicator, kept for later runs, where members meet as all workers
+    do. A run that fails is told by a frame on the communicator of all, which who waits in a group
+    does not see: so who fails raises an alarm first, and those end their runs who wait for it in a
+    group. Once all have come to the frame, they tell each other how many frames they have sent in
+    each group, and who has sent less sends the rest: then every frame has its counterparts.
 
-def _require_not_awaited(run: WorkersRun | None, what: str) -> None:
-    """Check that what waits for the end of a run is not what that run waits for.
+    Args:
+        workers: All of them.
+        given: Their communicator, if it is there already.
 
-    Raises:
-        ContextError: If it is.
+    Invariants:
+        * From the frame of a failure until all have told these numbers nothing is sent in a group.
     """
-    if run is not None and run in AWAITED_BY.get():
-        raise ContextError(
-            f"{what!r} has to meet the other workers, but was called by what the device loop of "
-            f"{run.function} waits for: its iterator, or an outside function. It would wait for "
-            "that loop, and the loop for it. Pass aiter(batches) itself to run_steps, and change "
-            "batches in the dataset or in the step; read metrics and variables between loops."
-        )
+
+    def __init__(self, workers: Workers, given: Communicator | None) -> None:
+        self._workers = workers
+        self._of: dict[tuple[int, ...], Workers] = {}
+        self._num_ends = 0  # of runs, that all workers know of
+        self._is_ending = False
+        self._alarms: dict[int, Alarm] = {}  # the newest of each worker
+        self._unsaid: Alarm | None = None  # as there is no connection yet
+        if given is not None:
+            self.listen(given)
+
+    def __iter__(self) -> Iterator[Workers]:
+        return iter(tuple(self._of.values()))
+
+    def workers_of(self, ids: tuple[int, ...]) -> Workers:
+        """Return the workers of a group; made at the first use.
+
+        Raises:
+            ValueError: If there are more of its replicas on one worker than on another.
+        """
+        workers = self._of.get(ids)
+        return self._of.setdefault(ids, self._new(ids)) if workers is None else workers
+
+    def _new(self, ids: tuple[int, ...]) -> Workers:
+        outer = self._workers
+        counts = Counter(i // outer.num_local_replicas for i in ids)
+        if len(set(counts.values())) > 1:
+            shown = ", ".join(f"{count} of worker {rank}" for rank, count in counts.items())
+            raise ValueError(
+                f"group got {list(ids)}, which are {shown}. A group of several workers has as many "
+                "replicas of each of them."
+            )
+        ranks, key = tuple(counts), digest_of(str(ids)).hex()[:16]
+
+        async def connect() -> Communicator:
+            if workers not in self:
+                raise ContextError(f"{outer.label} was closed.")
+            communicator = await outer.reach()
+            communicator._require_open()
+            return communicator._subgroup(ranks, key)
+
+        label = f"group {ids} of {outer.label}"
+        workers = Workers(
+            connect, ranks.index(outer.rank), len(ranks), counts[outer.rank], label,
+            outer=outer, ranks=ranks, key=key,
+        )  # fmt: skip
+        return workers
+
+    @property
+    def are_merging(self) -> bool:
+        """True if a merge function of one is running."""
+        return any(workers.merging is not None for workers in self)
+
+    # ---- alarms --------------------------------------------------------------------------
+
+    def listen(self, communicator: Communicator) -> None:
+        """Hear the alarms of the other workers; raise the one that could not be raised so far."""
+        communicator._on_alarm = self._heard
+        alarm, self._unsaid = self._unsaid, None
+        if alarm is not None:
+            communicator._alarm(alarm.number, alarm.encode())
+
+    def raise_alarm(self, origin: int, function: str, cause: str) -> None:
+        """Tell the other workers that a run has failed here, before the frame that says so."""
+        workers = self._workers
+        counts = {each.key: each.num_sent for each in self}
+        alarm = Alarm(self._num_ends + self._num_ending, origin, function, cause, counts)
+        if workers._communicator is None:
+            self._unsaid = alarm
+        elif workers.has_others:
+            with suppress(LoopMismatchError):  # a group of one loop, which has ended with it
+                workers._communicator._alarm(alarm.number, alarm.encode())
+
+    def _heard(self, rank: int, number: int, text: str) -> None:
+        if number < self._num_ends + self._num_ending:
+            return  # that is known here
+        self._alarms[rank] = Alarm.decode(rank, number, text)
+        if self._workers._running is not None:
+            self.heed(self._workers._running)
+
+    def heed(self, run: WorkersRun) -> None:
+        """End a run, soon, if it waits in a group for a worker that does not come to it."""
+        for rank, alarm in self._alarms.items():
+            for workers in self:
+                is_waiting = rank in workers.ranks and workers.queue
+                if is_waiting and not alarm.comes_to(workers.key, workers.num_sent):
+                    asyncio.get_running_loop().call_soon(run.end_by, alarm)
+                    return
+
+    # ---- ends of runs --------------------------------------------------------------------
+
+    @property
+    def _failures(self) -> list[Exchange[Any]]:
+        """The frames of failure that are to meet those of all workers, as these do not know yet."""
+        return [
+            each
+            for each in self._workers.queue
+            if each.parts
+            and each.parts[0][0].kind is FrameKind.FAILED
+            and each.run.ended_by is None
+        ]
+
+    @property
+    def _num_ending(self) -> int:
+        """Number of ends of runs that are known here, and have not been settled."""
+        return len(self._failures) + self._is_ending
+
+    def holds(self, fn: Callable[[], object]) -> bool:
+        """Tell whether nothing may be sent in a group now; then something is called later."""
+        queue = self._workers.queue
+        last = self._failures[-1:] or ([queue[0]] if self._is_ending and queue else [])
+        for each in last:
+            each.when_over(fn)
+        return bool(last)
+
+    async def settle(self, communicator: Communicator) -> None:
+        """See to it that all members of each group have sent as many frames, at the end of a run.
+
+        Args:
+            communicator: Of all workers, who all do this.
+        """
+        self._is_ending = True
+        try:
+            own = {json.dumps(ids): workers.num_sent for ids, workers in self._of.items()}
+            told = await gather_bytes(communicator, json.dumps(own).encode())
+        finally:
+            self._is_ending = False
+        self._num_ends += 1
+        self._alarms = {r: a for r, a in self._alarms.items() if a.number >= self._num_ends}
+        rows: list[dict[str, int]] = list(map(json.loads, told))
+        first = self._workers.first_replica
+        mine = range(first, first + self._workers.num_local_replicas)
+        for text in sorted({text for row in rows for text in row}):
+            ids = tuple(json.loads(text))
+            if any(i in mine for i in ids):
+                workers = self.workers_of(ids)
+                for _ in range(max(row.get(text, 0) for row in rows) - workers.num_sent):
+                    WorkersRun(workers, "-", None).void()
+
+    async def over(self) -> None:
+        """Wait until nothing is under way."""
+        await _over(self)
+
+    async def aclose(self) -> None:
+        """Close the splits, and forget the groups."""
+        groups, self._of = self._of, {}
+        self._num_ends, self._alarms, self._unsaid = 0, {}, None
+        for workers in groups.values():
+            if workers._communicator is not None:
+                await workers._communicator.aclose()
+        await _over(groups.values())  # what was under way has failed by that
+
+
+async def _over(groups: Iterable[Workers]) -> None:
+    for workers in groups:
+        if (last := workers.before()) is not None:
+            await last.over()

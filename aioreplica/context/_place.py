@@ -97,7 +97,7 @@ class CurrentStrategy(Protocol):
     def create_variable(self, value: Any, options: Any) -> Any:
         """Make the strategy's kind of variable."""
 
-    def view_of(self, members: tuple[int, ...]) -> object:
+    def view_of(self, members: tuple[int, ...], across: Any = None) -> object:
         """Return what merge functions of some of the replicas get as their strategy."""
 
     def open(self) -> None:

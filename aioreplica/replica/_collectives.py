@@ -370,7 +370,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
 
 
 def group_of(members: Iterable[int], own: int, point: MeetingPoint) -> SyncGroup:
-    """Return the group of some replicas, who are all or in this process.
+    """Return the group of some replicas.
 
     Args:
         members: Ids among the replicas of all workers.
@@ -379,7 +379,8 @@ def group_of(members: Iterable[int], own: int, point: MeetingPoint) -> SyncGroup
 
     Raises:
         TypeError: If they are not ints.
-        ValueError: As `require_members`; or if they are some of the replicas of several workers.
+        ValueError: As `require_members`; or if they are more replicas of one worker than of
+            another.
     """
     run = point.everyone
     across = run.across
@@ -390,13 +391,7 @@ def group_of(members: Iterable[int], own: int, point: MeetingPoint) -> SyncGroup
     if len(ids) == across.num_replicas:
         return run
     mine = tuple(i - first for i in ids if first <= i < first + count)
-    if len(mine) < len(ids):
-        raise ValueError(
-            f"group got {list(ids)}, some of the replicas of several workers: this one has "
-            f"replicas {first} to {first + count - 1}. A group is all replicas, or some of one "
-            "worker's."
-        )
-    return point.sub_group(mine, is_local=True)
+    return point.sub_group(mine, ids if len(mine) < len(ids) else ())
 
 
 def require_members(members: Iterable[int], own: int, num_replicas: int) -> tuple[int, ...]:

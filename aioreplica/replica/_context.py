@@ -84,8 +84,12 @@ class ReplicaContext(Collectives):
         Raises:
             TypeError: If they are not ints.
             ValueError: If there is none, one is repeated or is not a replica, this one is left
-                out, or they are some of the replicas of several workers.
+                out, or they are more replicas of one worker than of another.
             ContextError: If called outside this replica.
+
+        Cancellation:
+            Making a group is no collective. A run that fails on one worker ends on those who wait
+            for it in a group, too; the next run can use the same groups.
 
         Example:
             >>> import asyncio
@@ -101,6 +105,9 @@ class ReplicaContext(Collectives):
             ...         return await strategy.run(step)
             >>> asyncio.run(main()).values  # doctest: +SKIP
             (1, 1, 5, 5)
+
+        Source:
+            MPI_Comm_split and torch's `new_group`, which all have to call; here members alone do.
         """
         if not self._waiter.is_here:
             raise self._misuse("group")
@@ -461,7 +468,8 @@ class GroupContext(Collectives):
 
     The group's collectives concern its members only and are numbered on their own. Among
     themselves and with those of other groups, members must keep one order: two groups that wait
-    for each other are a MergeMismatchError at once.
+    for each other are a MergeMismatchError at once, and a StallError after the timeout if it is
+    workers that wait.
     """
 
     __slots__ = ()

@@ -89,6 +89,9 @@ class AcrossWorkers(Protocol):
     def merge(self, generation: Generation) -> Pending:
         """Take a turn for a generation that is complete here; return what to await."""
 
+    def group(self, ids: tuple[int, ...]) -> AcrossWorkers:
+        """Return that of some replicas, of several workers."""
+
     def absent_workers(self) -> tuple[int, ...] | None:
         """Return the workers that have not come to where this one waits; None if not known."""
 
@@ -108,6 +111,7 @@ class SyncGroup:
         is_blocking: Whether they meet on their device threads, where all work is done at once.
         whole: The group of all replicas of the run, of which this is a part; None if it is that.
         across: The same run of other workers, whose replicas it meets too; None if there are none.
+        ids: The members among the replicas of all workers, if it is a part with some of others.
 
     Attributes:
         num_replicas: How many members there are.
@@ -118,7 +122,7 @@ class SyncGroup:
     """
 
     __slots__ = (
-        "_runtime", "_whole", "across", "device_names", "has_plain_values", "is_blocking",
+        "_ids", "_runtime", "_whole", "across", "device_names", "has_plain_values", "is_blocking",
         "is_partial", "members", "merge_place", "num_replicas", "open", "reducer", "step",
         "strategy", "timeout_s",
     )  # fmt: skip
@@ -136,15 +140,18 @@ class SyncGroup:
         is_blocking: bool = False,
         whole: SyncGroup | None = None,
         across: AcrossWorkers | None = None,
+        ids: tuple[int, ...] = (),
     ) -> None:
         self.across = across
+        self._ids = ids
         self.members = tuple(members)
         self.num_replicas = len(self.members)
         self.device_names = device_names
         self._runtime = runtime
         self.strategy: Any = None
         if runtime is not None:
-            self.strategy = runtime.facade if whole is None else runtime.view_of(self.members)
+            is_all = whole is None
+            self.strategy = runtime.facade if is_all else runtime.view_of(self.members, across)
         self.merge_place = merge_place
         self.reducer: Reducer = reducer  # type: ignore[assignment]  # see above
         self.step = step
@@ -155,8 +162,13 @@ class SyncGroup:
         self.open: dict[int, Generation] = {}
         self.timeout_s = None if reducer is None else reducer.options.timeout_seconds
 
-    def part(self, members: tuple[int, ...]) -> SyncGroup:
-        """Return the group of some of the members."""
+    def part(self, members: tuple[int, ...], ids: tuple[int, ...] = ()) -> SyncGroup:
+        """Return the group of some of the members, and of those of other workers with these ids.
+
+        Raises:
+            ValueError: If there are more of them on one worker than on another.
+        """
+        across = None if self.run.across is None or not ids else self.run.across.group(ids)
         return SyncGroup(
             members,
             [self.device_names[i] for i in members],
@@ -167,6 +179,8 @@ class SyncGroup:
             has_plain_values=self.has_plain_values,
             is_blocking=self.is_blocking,
             whole=self.run,
+            across=across,
+            ids=ids,
         )
 
     def global_id(self, replica_id: int) -> int:
@@ -177,7 +191,7 @@ class SyncGroup:
     @property
     def global_members(self) -> tuple[int, ...]:
         """The ids of the members among the replicas of all workers."""
-        return tuple(map(self.global_id, self.members))
+        return self._ids or tuple(map(self.global_id, self.members))
 
     @property
     def run(self) -> SyncGroup:

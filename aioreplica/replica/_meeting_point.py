@@ -159,10 +159,10 @@ class MeetingPoint:
         if mismatch is not None:
             self.run.abort_mismatch(mismatch, replica)
 
-    def sub_group(self, members: tuple[int, ...], *, is_local: bool = False) -> SyncGroup:
-        """Return the group of some replicas, which with `is_local` meets no other worker's."""
+    def sub_group(self, members: tuple[int, ...], ids: tuple[int, ...] = ()) -> SyncGroup:
+        """Return the group of some replicas, and of those of other workers with these ids."""
         with self.lock or NO_LOCK:
-            return self.rendezvous.group(members, is_local=is_local)
+            return self.rendezvous.group(members, ids)
 
     # ---- merging -------------------------------------------------------------------------
 

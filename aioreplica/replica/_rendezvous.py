@@ -225,17 +225,17 @@ class Rendezvous:
 
     # ---- questions -----------------------------------------------------------------------
 
-    def group(self, members: tuple[int, ...], *, is_local: bool = False) -> SyncGroup:
+    def group(self, members: tuple[int, ...], ids: tuple[int, ...] = ()) -> SyncGroup:
         """Return the group of some replicas, one object per run; all of them are `everyone`.
 
-        With `is_local` it meets no replicas of other workers, which `everyone` may do.
+        With `ids` of replicas of other workers too, it meets those.
         """
-        if members == self.everyone.members and not is_local:
+        if members == self.everyone.members and self.everyone.across is None:
             return self.everyone
-        group = self._groups.get(members)
+        group = self._groups.get(ids or members)  # ids of several workers are members of none
         if group is None:
             # In one go: ops of two replicas may ask at once, each on its own device thread.
-            group = self._groups.setdefault(members, self.everyone.part(members))
+            group = self._groups.setdefault(ids or members, self.everyone.part(members, ids))
             self._may_cross = True
         return group
 

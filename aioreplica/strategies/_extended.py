@@ -34,7 +34,7 @@ from ._combine import (
     reduce_pairs,
     reduce_tree,
 )
-from ._runtime import Replicas, Runtime
+from ._runtime import Replicas
 
 if TYPE_CHECKING:
     from ._strategy import Strategy
@@ -50,16 +50,15 @@ class Extended:
     """The part of a strategy that libraries use more than programs do.
 
     Args:
-        runtime: Owner of the variables and devices.
-        members: Ids of the replicas whose values are reduced; None for all of the strategy.
+        replicas: Those whose values are reduced: all of the strategy, or a group.
 
     Source:
         tf.distribute.StrategyExtended.
     """
 
-    def __init__(self, runtime: Runtime, members: tuple[int, ...] | None = None) -> None:
-        self._runtime = runtime
-        self._replicas = Replicas(runtime, members)
+    def __init__(self, replicas: Replicas) -> None:
+        self._runtime = replicas.runtime
+        self._replicas = replicas
 
     # ---- devices -------------------------------------------------------------------------
 
@@ -493,13 +492,15 @@ class GroupView:
     Variables and devices stay those of the whole strategy: `extended.update` writes every
     component. For all the rest, such as `run` and `snapshot`, there is `strategy`.
 
+    Over a group of several workers a merge function runs once on each of them. There entries and
+    `members` are those of this worker, and reductions go over all members.
+
     Args:
-        runtime: The whole strategy.
-        members: Ids of the replicas in the group, ascending.
+        replicas: Those of the group.
 
     Attributes:
         strategy: The whole strategy.
-        members: Ids of the replicas in the group, ascending.
+        members: Ids of the replicas in the group, ascending, among those of this worker.
         device_names: One device name per member.
 
     Example:
@@ -517,21 +518,22 @@ class GroupView:
 
     __slots__ = ("_replicas", "device_names", "members", "strategy")
 
-    def __init__(self, runtime: Runtime, members: tuple[int, ...]) -> None:
-        self._replicas = Replicas(runtime, members)
+    def __init__(self, replicas: Replicas) -> None:
+        runtime = replicas.runtime
+        self._replicas = replicas
         self.strategy: Strategy = runtime.facade
-        self.members = members
-        self.device_names = tuple(runtime.device_names[i] for i in members)
+        self.members = replicas.members or ()
+        self.device_names = tuple(runtime.device_names[i] for i in self.members)
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Number of replicas in the group."""
-        return len(self.members)
+        """Number of replicas in the group, on all workers."""
+        return self._replicas.num_in_sync
 
     @property
     def extended(self) -> Extended:
         """Devices, updates of single components, and reductions of the group's values."""
-        return Extended(self._replicas.runtime, self.members)
+        return Extended(self._replicas)
 
     async def reduce(self, op: ReduceOp | OpName, value: object, axis: Axis = None) -> Tree:
         """Reduce values over the members, as `Strategy.reduce` does over all replicas."""

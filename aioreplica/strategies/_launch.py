@@ -168,7 +168,7 @@ class Run:
             is_blocking=is_blocking, across=across,
         )  # fmt: skip
         if across is not None:
-            across.begin(group.step, group.point.rows)
+            across.begin(group.step, group.point.rows, group.abort)
         replicas = [
             RunningReplica(runtime, group, state, device, port, seed or 0, holds_devices)
             for state, device in zip(group.replicas, runtime.replica_devices, strict=True)

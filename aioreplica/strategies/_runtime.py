@@ -20,7 +20,7 @@ from ..values import Variable, VariableOptions, VariableStore, default_store, re
 from ._lifecycle import Lifecycle
 
 if TYPE_CHECKING:
-    from ..cluster import Workers
+    from ..cluster import Workers, WorkersRun
     from ..device_loop import KeptIterators, Topology
     from ..device_loop._compiled import CompiledSteps
 
@@ -69,7 +69,7 @@ class Runtime:
         facade: Any,  # Any: the facade lies above this
         devices: tuple[Device, ...] | None,
         new_variable: Callable[[Runtime, Any, VariableOptions], Variable],
-        new_view: Callable[[Runtime, tuple[int, ...]], object],
+        new_view: Callable[[Replicas], object],
         options: CommunicationOptions | None,
         *,
         topology: Topology | None,
@@ -127,14 +127,16 @@ class Runtime:
         """Make the strategy's kind of variable."""
         return self._new_variable(self, value, options)
 
-    def view_of(self, members: tuple[int, ...]) -> object:
+    def view_of(self, members: tuple[int, ...], across: WorkersRun | None = None) -> object:
         """Return what merge functions of some of the replicas get as their strategy.
 
         Args:
             members: Their ids, ascending; if these are all replicas, it is the strategy itself.
+            across: The same run of other workers, some of whose replicas are in the group too.
         """
         is_whole = len(members) == self.num_local_replicas and self.workers is None
-        return self.facade if is_whole else self._new_view(self, members)
+        workers = None if across is None else across.workers
+        return self.facade if is_whole else self._new_view(Replicas(self, members, workers))
 
     def require_cross_replica(self, what: str, twin: str | None) -> None:
         """Check that a cross-replica method is called where this strategy may be in charge.
@@ -195,11 +197,13 @@ class Replicas:
 
     Attributes:
         runtime: The strategy.
-        members: Their ids, ascending; None for all.
+        members: Their ids in this process, ascending; None for all.
+        others: Workers with members of the group, if it is one of several.
     """
 
     runtime: Runtime
     members: tuple[int, ...] | None = None
+    others: Workers | None = None
 
     @property
     def num(self) -> int:
@@ -209,8 +213,13 @@ class Replicas:
 
     @property
     def workers(self) -> Workers | None:
-        """The same strategy on other workers; None if there are none, and for a group."""
-        return self.runtime.workers if self.members is None else None
+        """The same strategy on other workers; None if none of them has some of these."""
+        return self.runtime.workers if self.members is None else self.others
+
+    @property
+    def num_in_sync(self) -> int:
+        """Number of them on all workers."""
+        return self.num if self.workers is None else self.workers.num_replicas
 
     def __repr__(self) -> str:
         return repr(self.runtime if self.members is None else self.runtime.view_of(self.members))

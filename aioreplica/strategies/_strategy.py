@@ -79,7 +79,7 @@ class Strategy:
             self, devices, new_variable, GroupView, options, topology=topology,
             parameter_devices=parameter_devices, workers=workers, elsewhere=elsewhere,
         )  # fmt: skip
-        self._extended = Extended(self._runtime)
+        self._extended = Extended(Replicas(self._runtime))
         self._telemetry = Telemetry(self._runtime)
         if devices is not None:
             UsageCounters.of_process().count_strategy(type(self).__name__, len(devices))

@@ -243,7 +243,33 @@ async def sums(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
         "other": bool((found["other"] == 4 * np.arange(1000.0)).all()),
         "half": [str(rounded.dtype), *np.unique(rounded).tolist()],
         "told": told,
+        "groups": await in_groups(strategy, argument),
     }
+
+
+async def in_groups(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
+    """Meet in columns of replicas; worker 0 fails while others wait for it there, and all go on."""
+
+    async def step(number: int) -> Any:
+        ctx = me()
+        i, n = ctx.replica_id_in_sync_group, ctx.num_replicas_in_sync
+        column = ctx.group(range(i % 2, n, 2))
+        handle = column.start_all_reduce("sum", np.full(200_000, i + number))
+        joined = await column.all_gather(np.full(i + 1, i), 0)
+        if number == 1:
+            if i == 0:
+                raise ValueError("bad batch")
+            await column.barrier()
+        total = await handle
+        return [joined.tolist(), int(total[0]), int(total[-1]), await ctx.all_reduce("sum", i)]
+
+    found: list[Any] = []
+    for number in range(3):
+        try:
+            found.append(strategy.local_results(await strategy.run(step, (number,))))
+        except (ValueError, WorkerLostError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
 
 
 async def handles(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:

@@ -20,11 +20,17 @@ def results_of(launch: Launch, size: int) -> list[Any]:
 
 
 @both
-def test_kinds_of_numbers_and_half_precision(launch: Launcher) -> None:
+def test_kinds_of_numbers_half_precision_and_groups(launch: Launcher) -> None:
     expected = {"loss": 7.0, "weight": 7.0, "other": True, "half": ["float16", 2052.0]}
-    for row in results_of(launch(2, "sums", program=STRATEGY_PROGRAM), 2):
+    columns = [[0, 2, 2, 2], [1, 1, 3, 3, 3, 3]]
+    for rank, row in enumerate(results_of(launch(2, "sums", program=STRATEGY_PROGRAM), 2)):
         told = row.pop("told")
+        first, failed, last = row.pop("groups")
         assert row == expected
+        assert first == [[columns[0], 2, 2, 6], [columns[1], 4, 4, 6]]
+        assert last == [[columns[0], 6, 6, 6], [columns[1], 8, 8, 6]]
+        assert failed.startswith("WorkerLostError: Worker 0 failed in " if rank else "ValueError")
+        assert "ValueError: bad batch" in failed
         assert "float64[] on worker 0 and SUM; number on worker 1" in told
 
 

@@ -332,6 +332,25 @@ def test_workers_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(caught) == 1
 
 
+def test_workers_that_are_missing_in_a_group_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async def step(rank: int) -> None:
+            ctx = replica()
+            if rank:
+                await asyncio.sleep(60.0 * (rank - 1))
+                await ctx.group(range(1, 3)).barrier()
+
+        async def program(strategy: ar.MultiWorkerMirroredStrategy) -> None:
+            await strategy.run(step, (strategy._runtime.workers.rank,))
+
+        await on_workers(3, 1, program)
+
+    monkeypatch.setattr(SimLaneTable, "is_simulated", False)
+    with pytest.warns(RuntimeWarning, match=r"Missing so far: worker 2\.") as caught:
+        art.run(main)
+    assert len(caught) == 1
+
+
 def test_one_timer_serves_all_runs_and_none_is_left_behind() -> None:
     async def main() -> None:
         async def step() -> None:
