@@ -419,7 +419,7 @@ class MpiTransport(Transport):
             ) from None
         except mpi.Exception as error:
             raise WorkerLostError(f"MPI could not shrink the group: {error}") from error
-        self._runtime.failed = False
+        self._runtime.is_stalled = False  # who had stopped is gone
         return transport
 
 

@@ -24,7 +24,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import aioreplica as ar
 from aioreplica.checkpoint import LocalStorage, Savepoint
-from aioreplica.errors import ContextError, MergeMismatchError, WorkerLostError
+from aioreplica.errors import ContextError, MergeMismatchError, StallError, WorkerLostError
 from tests.checkpoint.simulated_files import FaultyStorage
 from tests.cluster_engines.program import row_of, say, until_said
 
@@ -139,6 +139,33 @@ async def shrink(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any
         "task": [strategy.cluster_resolver.task_id, strategy.cluster_resolver.num_workers],
         "copied": _copied(strategy),
     }
+
+
+async def evict(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
+    """Worker 1 stops; the other one ends its process and goes on to the end."""
+    expected = await alone()
+    training = Training(strategy, {})
+    workers = strategy._runtime.workers
+    assert workers is not None
+    told: list[list[int]] = []
+    async with training.batches:
+        await strategy.run(training.step, (np.arange(0),))
+        communicator = await workers.connect()
+        processes = (await communicator.all_gather(os.getpid())).tolist()
+        if training.first_rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            await asyncio.Event().wait()  # another thread may take the signal first
+        communicator._timeout = 1.0  # worker 1 does not come
+        try:
+            await training.to_the_end()
+        except StallError as error:
+            told.append(list(error.ranks))
+            communicator._timeout = TIMEOUT_S
+            os.kill(processes[1], signal.SIGKILL)
+            await strategy.shrink(training.kept)
+        await training.to_the_end()
+    size = strategy.num_replicas_in_sync
+    return {"told": told, "replicas": size, "learned": training.learned() == expected}
 
 
 async def parts(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:

@@ -23,6 +23,14 @@ def test_survivors_of_two_losses_end_with_the_numbers_of_one_worker() -> None:
         assert row == row_after_shrinking(rank, 2, [[2], [0]])
 
 
+def test_a_worker_that_has_stopped_is_left_out_once_its_process_is_ended() -> None:
+    """Of two; and the launch ends as one that has gone well."""
+    launched = mpi(2, "evict", options=ULFM, program=STRATEGY_PROGRAM)
+
+    assert launched.results == {0: {"told": [[1]], "replicas": 2, "learned": True}}, launched.output
+    assert launched.codes == [0], launched.output
+
+
 def test_torchrun_starts_all_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
     options = ["--max-restarts", "1", "--master-addr", "127.0.0.1"]
     options += ["--master-port", str(free_port())]
