@@ -13,6 +13,7 @@ import aioreplica.testing as art
 from aioreplica.errors import ContextError, MergeMismatchError, StallError, WorkerLostError
 from aioreplica.strategies import MultiWorkerMirroredStrategy
 from tests.sequencer import idle
+from tests.strategies.test_multi_worker_grow import kept_of, outcomes_of_all
 from tests.strategies.workers import on_workers, outcomes, strategies
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_task_left")]
@@ -508,6 +509,22 @@ async def test_groups_are_made_anew_when_the_number_of_workers_has_changed() -> 
     results = await outcomes(strategies(3, 2), [program] * 3)
     for result in results:
         assert result in (4, 6) or isinstance(result, (WorkerLostError, ContextError))
+
+
+async def test_groups_are_made_anew_when_workers_are_added() -> None:
+    async def step() -> Any:
+        i, n = me().replica_id_in_sync_group, me().num_replicas_in_sync
+        return await me().group([0, n - 1]).all_reduce("sum", i) if i in (0, n - 1) else -1
+
+    async def program(strategy: Strategy) -> Any:
+        _, kept = kept_of(strategy)
+        found = []
+        if strategy.num_replicas_in_sync == 3:
+            found.append(strategy.local_results(await strategy.run(step))[0])
+        await strategy.grow(4, kept)
+        return [*found, strategy.local_results(await strategy.run(step))[0]]
+
+    assert await outcomes_of_all(3, program) == [[2, 3], [-1, -1], [2, -1], [3]]
 
 
 @pytest.mark.explore(schedules=20, faults=art.Faults().cancel_task("worker"))
