@@ -357,9 +357,9 @@ def at_once(fn: Callable[[], Any]) -> list[Any]:
 def test_two_threads_that_ask_at_once_get_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
     rendezvous, both_miss, part = new(3), threading.Barrier(2), SyncGroup.part
 
-    def slow_part(group: SyncGroup, members: tuple[int, ...]) -> SyncGroup:
+    def slow_part(group: SyncGroup, *ids: tuple[int, ...]) -> SyncGroup:
         both_miss.wait(LIMIT_S)
-        return part(group, members)
+        return part(group, *ids)
 
     monkeypatch.setattr(SyncGroup, "part", slow_part)
 
