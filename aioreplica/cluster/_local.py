@@ -310,6 +310,8 @@ class _Group:
         meeting.calls[rank] = call
         if len(meeting.calls) < self.size:
             self._check_left(call)
+            if self._coming and self._failure is None:  # it was cancelled on its way to grow
+                self._let_go()
             return
         del self._meetings[call.number]
         if meeting.timer is not None:
@@ -406,7 +408,9 @@ class _Group:
 
     def missing(self) -> tuple[int, ...]:
         """Return the workers that are left and have not come to shrink or grow."""
-        gone = self._lost if self._failure is not None else self._left  # these do not grow
+        gone = {*self._lost}
+        if self._failure is None:  # who has left, or tells that it was cancelled, does not grow
+            gone = {*self._left, *(r for m in self._meetings.values() for r in m.calls)}
         return tuple(rank for rank in self.ranks if rank not in gone and rank not in self._coming)
 
     def late(self, what: str) -> Exception:
@@ -453,8 +457,9 @@ class _Group:
                 kind = TypeError if isinstance(error, TypeError) else ContextError
                 self._let_fail(partial(kind, text))
                 return
+        coming, self._coming = self._coming, {}
         for number, rank in enumerate(left):
-            self._coming[rank].set_result(LocalCommunicator(group, number))
+            coming[rank].set_result(LocalCommunicator(group, number))
         self._lost = {*self.ranks} - {*left}
         for member in self.members:
             if member.rank in self._lost and not member.is_closed:

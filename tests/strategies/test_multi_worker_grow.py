@@ -290,3 +290,28 @@ async def test_who_is_cancelled_in_grow_is_left_behind(monkeypatch: pytest.Monke
     results = await outcomes_of_all(3, program)
 
     assert results == [(0, 7.0), "left", (1, 7.0), (2, 7.0)]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("num_cycles", [1, 2, 3])
+async def test_who_is_cancelled_while_the_others_agree_to_grow_is_left_behind(
+    num_cycles: int,
+) -> None:
+    """Its agreement may be on the way: the others would wait for it, and it for them."""
+
+    async def program(strategy: Strategy) -> Any:
+        variable, kept = kept_of(strategy, 7.0)
+        if not communicator_of(strategy).is_new:
+            await strategy.run(count)
+        growing = asyncio.ensure_future(strategy.grow(4, kept))
+        if rank_of(strategy) == 1:
+            for _ in range(num_cycles):
+                await asyncio.sleep(0)
+            growing.cancel()
+        await growing
+        return rank_of(strategy), float(variable.value)
+
+    results = await asyncio.wait_for(outcomes_of_all(3, program), 300)
+
+    assert isinstance(results.pop(1), asyncio.CancelledError)
+    assert results == [(0, 7.0), (1, 7.0), (2, 7.0)]
