@@ -288,6 +288,25 @@ async def test_a_sum_of_outputs_beyond_32_bits(pair: ar.Strategy) -> None:
     assert result.last_step_outputs["few"].dtype == np.int32
 
 
+@pytest.mark.parametrize("compiled", [None, "jax"])
+@pytest.mark.parametrize("dtype", ["int8", "int16", "uint8", "uint64"])
+async def test_sums_of_outputs_have_the_dtype_that_they_have_without_compiling(
+    pair: ar.Strategy, dtype: str, compiled: str | None
+) -> None:
+    """Only what jax has made smaller is widened."""
+    largest = np.array(min(np.iinfo(dtype).max, 2**32 - 1), dtype)
+
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        ctx.set_last_step_output("n", ctx.last_step_outputs["n"], "sum")
+
+    options: dict[str, Any] = {} if compiled is None else {"compile": compiled}
+    options["initial_loop_values"] = {"n": largest}
+    result = await pair.run_steps(step, iter(vectors(pair, 1)), 1, **options)
+    found = result.last_step_outputs["n"]
+    assert found.dtype == dtype
+    assert found == (largest.reshape(1) + largest.reshape(1))[0]
+
+
 async def test_an_output_to_begin_with_that_becomes_a_float(pair: ar.Strategy) -> None:
     def step(ctx: ar.MultiStepContext, x: Any) -> None:
         ctx.set_last_step_output("n", ctx.last_step_outputs["n"] * 0.5)

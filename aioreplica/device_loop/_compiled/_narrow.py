@@ -100,12 +100,13 @@ def widen_sums(outputs: Sequence[dict[str, Any]], names: Iterable[str]) -> None:
     for name in names:
         flat = [flatten(own[name]) for own in outputs]
         for i, leaf in enumerate(flat[0][0]):
-            if leaf.dtype.kind not in "iu":
-                continue
-            total = np.sum([leaves[i] for leaves, _ in flat], axis=0, dtype=np.int64)
+            if leaf.dtype.kind not in "iu" or leaf.dtype.itemsize < 4:
+                continue  # smaller ones were chosen, and are summed as without compiling
+            wide = np.int64 if leaf.dtype.kind == "i" else np.uint64
+            total = np.sum([leaves[i] for leaves, _ in flat], axis=0, dtype=wide)
             if not np.array_equal(total, total.astype(leaf.dtype)):
                 for leaves, _ in flat:
-                    leaves[i] = leaves[i].astype(np.int64)
+                    leaves[i] = leaves[i].astype(wide)
         for own, (leaves, spec) in zip(outputs, flat, strict=True):
             own[name] = unflatten(spec, leaves)
 
