@@ -66,12 +66,13 @@ class StallWatch:
         progress = self._progress()
         if progress != self._seen:
             self._seen, self._since = progress, now
-        elif now - self._since >= self._timeout_s:
+        deadline = self._since + self._timeout_s
+        if now >= deadline:
             self._on_stall(self._timeout_s)
             return
-        left = self._since + self._timeout_s - now
-        delay = min(self._timeout_s / CHECKS_PER_TIMEOUT, left)
-        self._timer = self._loop.call_later(delay, self._look)
+        # At a time, not after one: what is left may be too little to move a float.
+        at = min(now + self._timeout_s / CHECKS_PER_TIMEOUT, deadline)
+        self._timer = self._loop.call_at(at, self._look)
 
 
 @final

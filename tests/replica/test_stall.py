@@ -28,7 +28,10 @@ class FakeLoop:
         return self.now
 
     def call_later(self, delay: float, fn: object) -> "FakeLoop.Timer":
-        timer = FakeLoop.Timer(self.now + delay, fn)
+        return self.call_at(self.now + delay, fn)
+
+    def call_at(self, when: float, fn: object) -> "FakeLoop.Timer":
+        timer = FakeLoop.Timer(when, fn)
         self.timers.append(timer)
         return timer
 
@@ -86,6 +89,21 @@ def test_progress_starts_the_clock_again() -> None:
 
     assert len(stalls) == 1
     assert 45.0 + 8.0 <= stalls[0] <= 45.0 + 9.0
+
+
+def test_a_time_that_a_float_cannot_hold_is_noticed_at_once() -> None:
+    loop, stalls = FakeLoop(), []
+    loop.now = next(now for now in (10.1, 100.0, 1e7) if (now + 0.02) - now < 0.02)
+    began = loop.now
+    StallWatch(loop, 0.02, lambda: 0, lambda _timeout_s: stalls.append(loop.now))
+    looks = 0
+
+    while loop.timers and looks < 100:
+        loop.move_to(min(timer.when for timer in loop.timers))
+        looks += 1
+
+    assert stalls == [began + 0.02]
+    assert looks < 12
 
 
 def test_a_stopped_watch_is_silent() -> None:
