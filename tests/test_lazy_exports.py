@@ -117,6 +117,7 @@ def test_the_plugin_alone_loads_no_kit() -> None:
     assert ours == {"aioreplica", "aioreplica._export", "aioreplica.integrations", plugin, suite}
 
 
+@pytest.mark.xslow
 def test_the_library_may_be_imported_by_the_program_itself() -> None:
     program = """
 import aioreplica.testing as art

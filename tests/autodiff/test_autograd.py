@@ -89,7 +89,7 @@ def nested(arrays: Any) -> Any:
     return value + anp.sum(anp.tanh(curve) * x) + autograd.grad(lambda t: t * x[0])(2.0)
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_nested_gradients_on_four_threads_are_those_of_one_thread() -> None:
     inputs = [[np.array([0.3 + i, 0.7]), np.array([1.1, -0.2 * i])] for i in range(NUM_THREADS)]
     expected = [value_and_grad(nested)(pair) for pair in inputs]

@@ -86,7 +86,7 @@ def test_what_differs_between_two_trainings_is_named(tmp_path: Path) -> None:
     assert not Stops(differences=found).is_good
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_steps_are_measured_beside_saves_beside_waits_and_without(tmp_path: Path) -> None:
     rows = asyncio.run(
         measure_steps(tmp_path, num_bytes=1 << 20, num_variables=3, num_steps=6, num_rounds=1)

@@ -52,7 +52,7 @@ def test_every_bug_has_a_program_an_issue_and_two_releases() -> None:
         assert bug.culprit.partition(":")[2], bug.name
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.parametrize(("tool", "is_found"), [("kit", True), ("plain", False)])
 def test_a_probe_tells_who_finds_a_bug(tmp_path: Path, tool: str, is_found: bool) -> None:
     (tmp_path / "lost_update.py").write_text(LOST_UPDATE)

@@ -121,7 +121,7 @@ def test_each_algorithm_wins_where_it_should() -> None:
     assert many < min(seconds_of(each, HOSTS, 10**8, 65_536) for each in (ring, tree))
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_the_command_on_recorded_points(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,7 +54,7 @@ async def falls_back(folder: Path, said: str) -> None:
         await ar.CheckpointManager(folder).restore(state, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 async def test_every_flipped_byte_is_found(folder: Path) -> None:
     manager = ar.CheckpointManager(folder)
     count = 0
@@ -126,7 +126,7 @@ async def test_a_forged_manifest_is_damage(name: str, folder: Path) -> None:
     await falls_back(folder, said)
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 async def test_a_million_tensors_without_records_are_damage(folder: Path) -> None:
     def many(manifest: dict[str, Any]) -> None:
         entry = manifest["entries"]["w"]

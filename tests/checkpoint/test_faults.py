@@ -174,7 +174,7 @@ def test_a_save_cancelled_before_its_manifest_leaves_no_files() -> None:
     assert {*num_saved} == {True, False}
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.parametrize(
     ("step", "max_to_keep"),
     [

@@ -116,6 +116,7 @@ async def test_the_files_are_safetensors(tmp_path: Path) -> None:
     assert found["n"].tolist() == [1, 2]
 
 
+@pytest.mark.xslow
 async def test_small_tensors_are_written_together(tmp_path: Path) -> None:
     """Large, small, empty, strided and swapped ones, in any order: all come back, in any file."""
     numpy = pytest.importorskip("safetensors.numpy")

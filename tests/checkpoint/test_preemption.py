@@ -202,7 +202,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGTERM")
 async def test_a_program_whose_op_hangs_ends_at_sigterm(tmp_path: Path) -> None:
     done = await asyncio.to_thread(

@@ -540,7 +540,7 @@ async def test_a_worker_that_was_taken_for_lost_removes_no_file_of_a_later_save(
     await ar.CheckpointManager(tmp_path).verify(2)
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("is_late", [False, True])
 async def test_whatever_call_fails_all_workers_have_the_old_step_or_the_new_one(

@@ -173,7 +173,7 @@ def test_colours_obey_no_color(
     assert "numpy" in plain
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_a_pipe_gets_no_control_characters() -> None:
     for arguments in (["doctor"], ["doktor"]):
         done = subprocess.run(
@@ -187,7 +187,7 @@ def test_a_pipe_gets_no_control_characters() -> None:
 WITHOUT_THE_EXTRA = "import sys; sys.modules['rich'] = None\n"
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.parametrize(
     ("before", "options", "arguments"),
     [

@@ -285,7 +285,7 @@ def test_nothing_is_removed_while_a_manager_saves(
     assert ar.CheckpointManager(folder).steps() == (5, 10, 15)
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_it_is_a_command(folder: Path) -> None:
     command = [sys.executable, "-m", "aioreplica", "ckpt", "verify", str(folder)]
 

@@ -54,7 +54,7 @@ def process(runtime: Path) -> Iterator[subprocess.Popen[str]]:
     assert list(runtime.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_the_only_process_is_found_or_named(
     process: subprocess.Popen[str], capsys: pytest.CaptureFixture[str], runtime: Path
 ) -> None:

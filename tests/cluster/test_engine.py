@@ -22,6 +22,7 @@ from tests.cluster.communicator_contract import (
     CHECKS,
     an_abandoned_call_goes_on,
     brought_by,
+    cuts_as_it_is_told,
     reduces_in_rank_order,
     same_bits,
 )
@@ -53,8 +54,8 @@ async def until_it_ends(c: ThreadCommunicator) -> None:
 
 
 def checked(check: Work) -> Any:
-    is_slow = check in (reduces_in_rank_order, an_abandoned_call_goes_on)
-    return pytest.param(check, id=check.__name__, marks=[pytest.mark.slow] * is_slow)
+    is_slow = check in (reduces_in_rank_order, an_abandoned_call_goes_on, cuts_as_it_is_told)
+    return pytest.param(check, id=check.__name__, marks=[pytest.mark.xslow] * is_slow)
 
 
 async def until(is_so: Callable[[], bool]) -> None:

@@ -215,7 +215,7 @@ async def digest(order: Sequence[int], pack: int, *, is_large: bool) -> str:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("is_large", [False, True], ids=["inline", "off the loop"])
-@pytest.mark.slow
+@pytest.mark.xslow
 async def test_arrival_orders_change_no_bit(is_large: bool) -> None:
     """Every order with every size of packs; of large trees, six orders."""
     expected = await digest(range(4), 0, is_large=is_large)

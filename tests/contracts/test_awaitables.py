@@ -190,6 +190,7 @@ async def test_a_cross_replica_call_that_is_not_awaited_warns(name: str) -> None
         assert parts.w.value == 1.0
 
 
+@pytest.mark.xslow
 @pytest.mark.asyncio
 async def test_calls_of_a_program_without_a_strategy_that_are_not_awaited_warn() -> None:
     w = ar.Variable(1.0)

@@ -42,6 +42,7 @@ async def step(x: Any = 1.0) -> Any:
 KINDS: dict[str, Callable[[], ar.Strategy]] = {**STRATEGIES, "workers-1": lambda: one_worker(2)}
 
 
+@pytest.mark.xslow
 @pytest.mark.parametrize("kind", KINDS)
 async def test_strategies(kind: str, tmp_path: Path) -> None:
     async def open_and_close(number: int) -> None:
@@ -57,7 +58,7 @@ async def test_strategies(kind: str, tmp_path: Path) -> None:
     await assert_nothing_grows(open_and_close, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 async def test_datasets_read_to_the_end_left_early_and_in_device_loops(tmp_path: Path) -> None:
     def sum_up(_ctx: Any, x: Any) -> None:
         me().blocking.all_reduce("sum", x.sum())
@@ -78,6 +79,7 @@ async def test_datasets_read_to_the_end_left_early_and_in_device_loops(tmp_path:
     await assert_nothing_grows(read_both, tmp_path)
 
 
+@pytest.mark.xslow
 async def test_watching_tracing_and_exporters(tmp_path: Path) -> None:
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.trace import TracerProvider
@@ -125,7 +127,7 @@ async def test_tensorboard_writers_and_servers_of_metrics(tmp_path: Path) -> Non
 # ---- training --------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 async def test_checkpoint_managers_opened_saved_and_restored(folder: Path) -> None:
     v = ar.Variable(np.zeros(4))
 
@@ -137,7 +139,7 @@ async def test_checkpoint_managers_opened_saved_and_restored(folder: Path) -> No
     await assert_nothing_grows(save, folder)
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 async def test_variables_optimizers_and_windows_of_gradients(tmp_path: Path) -> None:
     strategy = mirrored(2)
 

@@ -174,7 +174,7 @@ def places(num_replicas: int) -> list[At]:
     return list(product(range(num_replicas), (1, NUM_STEPS - 1), POINTS))
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.parametrize("kind", [Training, Accumulating])
 @pytest.mark.parametrize("num_replicas", COUNTS)
 def test_a_loop_that_failed_anywhere_goes_on_exactly_once(
@@ -184,7 +184,7 @@ def test_a_loop_that_failed_anywhere_goes_on_exactly_once(
         art.explore(lambda where=where: fail(num_replicas, where, kind=kind), schedules=5).check()
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.parametrize("kind", [Training, Accumulating])
 @pytest.mark.parametrize("num_replicas", COUNTS)
 def test_a_loop_that_was_cancelled_anywhere_goes_on_exactly_once(

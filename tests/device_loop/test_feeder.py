@@ -170,7 +170,6 @@ async def test_a_loop_makes_no_reference_cycles(pair: ar.MirroredStrategy) -> No
             assert gc.collect() == 0, f"{source} leaves cycles"
     finally:
         gc.enable()
-        gc.unfreeze()
 
 
 @pytest.mark.asyncio

@@ -261,7 +261,7 @@ async def test_two_streams_run_two_ops_at_once() -> None:
     lane.stop()
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.asyncio
 async def test_an_allowed_stream_is_never_left_unused() -> None:
     """Two ops that need each other, again and again: one must not be queued behind the other."""

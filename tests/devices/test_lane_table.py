@@ -288,7 +288,7 @@ def test_the_host_and_files_are_never_in_the_background(run_script: RunScript) -
     assert output == "True\n"
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.skipif(sys.platform != "linux", reason="policies are per thread on Linux only")
 def test_device_processes_are_in_the_background_with_their_lanes(run_script: RunScript) -> None:
     pytest.importorskip("cloudpickle")

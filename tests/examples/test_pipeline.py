@@ -10,7 +10,7 @@ import aioreplica.testing as art
 from examples import pipeline
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_it_learns_and_prints_the_result(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ import aioreplica as ar
 from examples import recommender_ps as example
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_it_learns_what_users_like(tmp_path: Path) -> None:
     reports: list[tuple[int, int, float]] = []
     engine = ar.cluster.LocalClosureEngine(num_workers=2)

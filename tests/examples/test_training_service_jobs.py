@@ -534,6 +534,7 @@ async def test_a_job_that_cannot_be_saved_is_cancelled_and_says_so(tmp_path: Pat
         assert "was not saved" in job.error
 
 
+@pytest.mark.xslow
 @pytest.mark.asyncio
 async def test_refusals_say_when_to_ask_again(tmp_path: Path) -> None:
     async with service(tmp_path, max_unfinished=1) as small:

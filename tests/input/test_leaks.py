@@ -61,7 +61,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("kind", "fresh"), WAYS)
 async def test_epochs_that_are_broken_off(

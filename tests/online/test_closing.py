@@ -43,7 +43,7 @@ def stuck(folder: Path, name: str, **options: Any) -> Stuck:
 LONG = [pytest.param(each, marks=pytest.mark.xslow) for each in (10.0, None)]
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.parametrize("grace_s", [0.5, *LONG])
 def test_challengers_that_hang_are_left_behind_and_the_champion_has_saved(
     folder: Path, grace_s: float | None
@@ -82,7 +82,7 @@ def test_challengers_that_hang_are_left_behind_and_the_champion_has_saved(
     art.run(main)
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.asyncio
 async def test_a_served_model_is_saved_although_the_first_one_hangs(folder: Path) -> None:
     async with models(folder) as found:
@@ -131,7 +131,7 @@ async def test_closing_that_is_cancelled_waits_for_no_challenger(folder: Path) -
         await until(lambda: bad.learner.state == "closed")
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.asyncio
 async def test_a_challenger_on_a_thread_that_hangs_is_left_behind(folder: Path) -> None:
     go, begun = threading.Event(), threading.Event()
@@ -160,6 +160,7 @@ async def test_a_challenger_on_a_thread_that_hangs_is_left_behind(folder: Path) 
         await until(lambda: bad.learner.state == "closed")
 
 
+@pytest.mark.xslow
 @pytest.mark.asyncio
 async def test_who_waits_for_a_promotion_that_closing_ends_is_told(folder: Path) -> None:
     async with models(folder, grace_s=3.0) as found:
@@ -216,6 +217,7 @@ async def test_who_waits_its_turn_takes_none_from_a_promotion_that_closing_waits
     assert learner.champion == "b"
 
 
+@pytest.mark.xslow
 @pytest.mark.asyncio
 @pytest.mark.parametrize("has_rival", [False, True])
 async def test_who_waits_for_a_learner_that_hangs_is_told_when_it_is_closed(
@@ -311,6 +313,7 @@ async def test_a_model_that_is_served_is_closed_by_its_learner_alone(folder: Pat
     await found["c"].learner.aclose()  # it is closed already
 
 
+@pytest.mark.xslow
 @pytest.mark.asyncio
 @pytest.mark.parametrize("grace_s", [0.2, None])
 async def test_a_promotion_that_waits_holds_up_no_closing(

@@ -367,6 +367,7 @@ async def test_a_label_joins_an_input_of_an_older_version(folder: Path) -> None:
         assert batches[-1]["input"]["x"].tolist() == [3.5]
 
 
+@pytest.mark.xslow
 @pytest.mark.asyncio
 async def test_a_source_goes_on_where_the_older_version_has_read_it(folder: Path) -> None:
     class Two:
@@ -611,7 +612,7 @@ class Dies:
 
 
 @pytest.mark.asyncio
-@pytest.mark.slow
+@pytest.mark.xslow
 async def test_an_upgrade_that_dies_at_any_statement_has_happened_or_not(folder: Path) -> None:
     await left_behind(folder)
     rows = [migrated(n, 1) for n in (3, 4, 5)] + [migrated(n, 2) for n in (6, 7)]

@@ -43,7 +43,7 @@ print(reads, len(versions))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_readers_in_other_processes_see_whole_versions(folder: Path) -> None:
     path, last = folder / "model", 200
 
@@ -125,6 +125,7 @@ def test_a_snapshot_that_is_held_stays_as_it_is(folder: Path) -> None:
     assert np.array_equal(first["w"], np.arange(1000.0))
 
 
+@pytest.mark.xslow
 @pytest.mark.asyncio
 async def test_a_reader_holds_one_version_however_many_it_has_read(folder: Path) -> None:
     with SnapshotReader(folder / "model") as reader:
@@ -223,7 +224,7 @@ with SnapshotReader(path) as reader:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_a_file_that_is_written_over_in_place_kills_no_reader(folder: Path) -> None:
     program = [sys.executable, "-c", OVERWRITING, str(folder / "model")]
     done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)

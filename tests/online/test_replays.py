@@ -64,6 +64,7 @@ async def test_a_replay_of_a_retried_example_waits_for_that(folder: Path) -> Non
         assert program.learned() == [1]
 
 
+@pytest.mark.xslow
 @pytest.mark.asyncio
 async def test_replays_that_nobody_waits_for_are_not_kept(folder: Path) -> None:
     def num_tickets() -> int:

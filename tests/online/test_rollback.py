@@ -375,7 +375,7 @@ def test_void_checkpoints_of_several_rollbacks() -> None:
 # ---- schedules and crashes -----------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_clients_checkpoints_and_rollbacks_in_any_order(folder: Path) -> None:
     async def main() -> None:
         at = folder / "run"

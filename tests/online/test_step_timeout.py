@@ -173,7 +173,7 @@ async def test_a_function_on_a_thread_cannot_be_ended_but_is_told_of() -> None:
             assert not ticket.is_done
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_a_process_with_a_step_that_never_ends_ends(folder: Path) -> None:
     program = [sys.executable, "-c", STUCK, str(folder / "journal.db")]
     done = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)

@@ -122,7 +122,7 @@ async def test_other_dtypes_give_the_same_bits(dtype: str) -> None:
     assert parts == whole
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 async def test_a_hundred_steps_give_the_same_bits() -> None:
     async def program(strategy: ar.Strategy, *, shard_state: bool) -> dict[str, bytes]:
         model = Model(strategy, ar.optimizers.Adam, "float32", shard_state=shard_state)

@@ -64,7 +64,7 @@ EXPECTED = [3.0, [0, 1, 2], 33.0, [0, 1, 2], 63.0, [0, 1, 2], 3, True]
 # --- meeting ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.explore(schedules=300)
 async def test_collectives_do_not_depend_on_who_comes_last() -> None:
     assert await in_replicas(rounds)() == (EXPECTED,) * 3
@@ -149,7 +149,7 @@ async def test_a_lane_serves_other_runs_while_an_op_waits_for_the_loop() -> None
 # --- gangs ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.explore(schedules=300)
 async def test_gangs_never_hold_devices_crosswise() -> None:
     def step() -> int:

@@ -296,7 +296,7 @@ def calls_for(count: int, tool: str) -> int:
     return number
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.parametrize("tool", ["await", "gather"])
 def test_the_cost_of_handles_in_flight_is_linear(tool: str) -> None:
     calls_for(10, tool)  # what is done once

@@ -206,7 +206,7 @@ def test_programs_that_cannot_finish_never_do(name: str) -> None:
     assert all(isinstance(end, Mismatch) for end in ends)
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_every_program_of_three_replicas_with_two_steps() -> None:
     def parts(i: int) -> list[tuple[Send | Receive | Meet, ...]]:
         one = [Meet(E3), *(Send(j) for j in range(3) if j != i)]

@@ -101,7 +101,7 @@ async def test_a_new_worker_goes_on_with_the_state_of_the_others(sharding: str) 
     assert sorted(sizes) == [(0, 3), (1, 3), (2, 3)]
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.explore(
     schedules=20, faults=art.Faults().lose_worker("worker:1").lose_worker("worker:4")
 )

@@ -91,7 +91,7 @@ async def survive(strategy: Strategy, sharding: str = "data") -> Any:
     return training.learned(), strategy.num_replicas_in_sync
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.explore(schedules=25, faults=art.Faults().lose_worker("worker:1"))
 async def test_every_batch_counts_once_whenever_a_worker_is_lost() -> None:
     expected = await learned_alone()
@@ -109,7 +109,7 @@ async def test_every_batch_counts_once_whenever_a_worker_is_lost() -> None:
     assert not isinstance(lost, BaseException) or "worker 1" in str(lost).lower(), lost
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.explore(schedules=25, faults=art.Faults().lose_worker("worker:1"))
 async def test_every_example_of_files_counts_once_whenever_a_worker_is_lost() -> None:
     """Two files of two batches for each of three workers; two have to deal out what is left."""

@@ -106,6 +106,7 @@ async def waits_for_ever_beside_a_timer() -> None:
     await asyncio.Event().wait()
 
 
+@pytest.mark.xslow
 def test_a_deadlock_beside_a_timer_is_a_deadlock() -> None:
     failure = art.explore(waits_for_ever_beside_a_timer, max_steps=800).failure
 
@@ -272,7 +273,7 @@ def test_an_op_that_spins_is_interrupted() -> None:
         art.run(main)
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.usefixtures("impatient")
 def test_many_short_steps_are_not_interrupted() -> None:
     async def main() -> None:

@@ -25,7 +25,7 @@ def test_a_planted_bug_takes_another_order_than_asyncios(depth: int, tasks: int)
     art.run(planted_bug(depth, tasks, 0))
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_shallow_bugs_are_found_sooner_than_by_a_random_walk() -> None:
     cells = [(depth, tasks) for depth in (1, 2) for tasks in (3, 5, 8)]
     found, schedules = map(

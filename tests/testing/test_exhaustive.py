@@ -207,7 +207,7 @@ def test_orders_that_differ_for_nobody_are_run_once(monkeypatch: pytest.MonkeyPa
     assert counts == Counts(len(BOUNDS), run=32, all=56)
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.parametrize("fidelity", ["reorder", "asyncio"])
 def test_no_outcome_of_random_programs_is_lost(
     fidelity: str, monkeypatch: pytest.MonkeyPatch

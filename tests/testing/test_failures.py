@@ -568,7 +568,7 @@ async def spins_if_late() -> None:
     await asyncio.gather(step(3000), set_flag(), check())
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_a_long_program_is_not_taken_for_an_endless_one() -> None:
     failure = failure_of(spins_if_late, schedules=100, max_steps=20_000)
 

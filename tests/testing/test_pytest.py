@@ -304,7 +304,7 @@ async def test_the_marker_works_in_this_suite() -> None:
     await asyncio.sleep(3600)
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_fixtures_are_made_for_every_schedule_or_named(tmp_path: Path) -> None:
     (tmp_path / "test_fixtures.py").write_text(FIXTURES, encoding="utf-8")
 

@@ -210,7 +210,7 @@ def test_auto_mode_a_pattern_and_a_fidelity(tmp_path: Path) -> None:
     assert re.search(r"^test_it.py +1 +0 +0 +0$", found, re.MULTILINE), found
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_suites_of_unittest_and_anyio_are_explored(tmp_path: Path) -> None:
     found = suite(tmp_path, OTHER_TESTS, "--ar-explore", "--ar-schedules=5")
 

@@ -9,7 +9,7 @@ import pytest
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "testing.md"
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_the_tutorial_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     names: dict[str, Any] = {"__name__": "tutorial"}

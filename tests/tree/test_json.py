@@ -29,6 +29,7 @@ def refuse(leaf: Any) -> Any:
     raise TypeError(f"{leaf!r} is not plain")
 
 
+@pytest.mark.xslow
 @given(tree=trees)
 def test_a_tree_comes_back_as_it_was(tree: Any) -> None:
     text = json.dumps(encode(tree, refuse), allow_nan=False)

@@ -219,6 +219,7 @@ async def test_a_variable_that_the_program_drops_is_freed(strategy: ar.Strategy)
         assert list(map(id, strategy.snapshot())) == [id(kept)]
 
 
+@pytest.mark.xslow
 @pytest.mark.asyncio
 async def test_variables_made_in_steps_do_not_pile_up(pair: ar.MirroredStrategy) -> None:
     async def step() -> float:

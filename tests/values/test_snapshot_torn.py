@@ -144,7 +144,7 @@ WRITERS = st.builds(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @settings(max_examples=150)
 @given(st.sampled_from([1, 2, 4]), st.lists(WRITERS, min_size=1, max_size=4), st.booleans())
 def test_no_interleaving_of_writers_and_cancellations_tears(
@@ -215,7 +215,7 @@ async def test_a_thousand_snapshots_during_a_thousand_steps_are_never_torn(
     assert len(set(model.versions)) > 1  # some were taken while it wrote
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.asyncio
 async def test_a_thread_that_holds_values_never_sees_them_change(pair: ar.Strategy) -> None:
     model = Model(pair, 1000)

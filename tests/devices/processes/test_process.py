@@ -278,7 +278,7 @@ async def test_results_that_are_kept_here_are_not_written_again(
     assert [float(array.mean()) for array in more] == [9.0] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 @pytest.mark.asyncio
 async def test_ops_and_versions_of_variables_use_the_same_memory_again(
     on_process: ar.OneDeviceStrategy, tmp_path: Path

@@ -114,6 +114,6 @@ async def outcome_of(remote: Any) -> str | None:
     return "done"
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_errors_and_lost_workers_in_every_order_count_exactly() -> None:
     art.explore(errors_losses_and_joins, schedules=150).check()
