@@ -420,6 +420,7 @@ async def exchange_newest(
     next_steps: tuple[int, ...],
     records: Mapping[str, EntryRecord],
     arrays: Mapping[str, Sequence[Array]],
+    what: str,
 ) -> Newest:
     """Return what the worker with the highest numbers of steps has; the first of them.
 
@@ -428,6 +429,7 @@ async def exchange_newest(
         next_steps: The numbers of this worker's next steps.
         records: Describe what it has.
         arrays: The tensors of that.
+        what: For errors, such as "shrink".
     """
     mine = dump_entries(records)
 
@@ -446,7 +448,7 @@ async def exchange_newest(
                     found.arrays[key].append(frozen(await wire.broadcast(own, root)))
         return found
 
-    async with workers.operation("shrink", "the newest step") as turn:
+    async with workers.operation(what, "the newest step") as turn:
         rank = turn.rank
         found: Newest = await turn.exchange(json.dumps([len(mine), *next_steps]).encode(), carry)
     return found

@@ -86,7 +86,7 @@ class Savepoint:
         records = _described(self._cut)
         self._put(Manifest(0, 0, self._cut.next_steps, (), records), self._cut.arrays)
 
-    async def put_back_newest(self, workers: Workers) -> None:
+    async def put_back_newest(self, workers: Workers, what: str = "put_back_newest") -> None:
         """Put back the savepoint of the worker that has done most steps; the first one of several.
 
         Every worker has to call this. On-read variables keep what this worker's own savepoint has,
@@ -95,6 +95,7 @@ class Savepoint:
 
         Args:
             workers: The workers of the strategy that the variables belong to.
+            what: The call that errors name.
 
         Raises:
             CheckpointError: If the savepoint does not fit the state of this worker.
@@ -102,7 +103,7 @@ class Savepoint:
         """
         own = self._cut
         records = _described(own)
-        found = await exchange_newest(workers, own.next_steps, records, own.arrays)
+        found = await exchange_newest(workers, own.next_steps, records, own.arrays, what)
         manifest = Manifest(0, 0, found.next_steps, (), found.records)
         now = read_state(self._state)
         for key, variable in now.variables.items():

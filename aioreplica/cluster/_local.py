@@ -339,7 +339,7 @@ class _Group:
     def left(self, rank: int, num_calls: int) -> None:
         """Take note that a worker has closed its communicator after so many calls."""
         self._left[rank] = num_calls
-        if self._coming and self._failure is None:
+        if self._coming:
             self._let_go()
         for meeting in tuple(self._meetings.values()):
             for call in meeting.calls.values():
@@ -408,9 +408,9 @@ class _Group:
 
     def missing(self) -> tuple[int, ...]:
         """Return the workers that are left and have not come to shrink or grow."""
-        gone = {*self._lost}
-        if self._failure is None:  # who has left, or tells that it was cancelled, does not grow
-            gone = {*self._left, *(r for m in self._meetings.values() for r in m.calls)}
+        gone = {*self._lost, *self._left}
+        if self._failure is None:  # who tells that it was cancelled does not grow
+            gone.update(rank for meeting in self._meetings.values() for rank in meeting.calls)
         return tuple(rank for rank in self.ranks if rank not in gone and rank not in self._coming)
 
     def late(self, what: str) -> Exception:
@@ -451,12 +451,14 @@ class _Group:
         for number in range(len(left), size):
             try:
                 self.origin.start(group, number)
-            except Exception as error:  # noqa: BLE001 - for those who wait; this group goes on
+            except BaseException as error:
                 text = f"Worker {number} could not be started: {error!r}"
                 group.end(Failure(ENDED, text, (number,)))
                 kind = TypeError if isinstance(error, TypeError) else ContextError
                 self._let_fail(partial(kind, text))
-                return
+                if not isinstance(error, Exception):
+                    raise
+                return  # for those who wait; this group goes on
         coming, self._coming = self._coming, {}
         for number, rank in enumerate(left):
             coming[rank].set_result(LocalCommunicator(group, number))

@@ -35,13 +35,7 @@ from ._engine import SMALL_BYTES
 from ._exchange import Exchange
 from ._frame import Alarm, Closed, FrameKind, digest_of
 from ._rows import broken_error, cause_of_interrupt, greet, workers_closed_error
-from ._run import (
-    OpenTurn,
-    WorkersRun,
-    aggregated,
-    require_not_awaited,
-    require_runnable,
-)
+from ._run import OpenTurn, WorkersRun, aggregated, require_not_awaited, require_runnable
 from ._transport import LOGGER
 
 CLOSING_S = 30.0
@@ -353,9 +347,11 @@ class Workers:
             self._broken = None
             self._forget_others()
             self.ranks = range(after.size)
-            await self.groups.aclose()
-            self.groups.listen(after)
-            await before.aclose()
+            try:
+                await self.groups.aclose()
+                self.groups.listen(after)
+            finally:
+                await before.aclose()
 
     @asynccontextmanager
     async def leaving_if_cancelled(self) -> AsyncIterator[None]:

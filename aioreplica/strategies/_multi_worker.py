@@ -132,7 +132,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         workers = self._between_steps("shrink")
         await workers.shrink()
         async with workers.leaving_if_cancelled():
-            await self._resized(workers, savepoint, "has lost a worker")
+            await self._resized(workers, savepoint, "shrink")
 
     async def grow(self, num_workers: int, savepoint: Savepoint) -> None:
         """Go on with more workers, in place of those that were lost, or besides all there are.
@@ -187,7 +187,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         else:
             return
         async with workers.leaving_if_cancelled():
-            await self._resized(workers, savepoint, "has got more workers")
+            await self._resized(workers, savepoint, "grow")
 
     def _between_steps(self, what: str) -> Workers:
         """Return the workers, whose number is about to change.
@@ -201,7 +201,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         assert workers is not None  # this kind of strategy always has them
         return workers
 
-    async def _resized(self, workers: Workers, savepoint: Savepoint | None, why: str) -> None:
+    async def _resized(self, workers: Workers, savepoint: Savepoint | None, what: str) -> None:
         """Make the state, loops and numbers those of a group that has changed."""
         runtime = self._runtime
         if self.cluster_resolver is not None:
@@ -209,11 +209,12 @@ class MultiWorkerMirroredStrategy(Strategy):
                 task_id=workers.rank, num_workers=workers.num_workers, source=CHANGED
             )
         if runtime.lifecycle.open_loops is not None:
-            reason = f"The loop was ended because its strategy {why}."
+            change = "has lost a worker" if what == "shrink" else "has got more workers"
+            reason = f"The loop was ended because its strategy {change}."
             await runtime.lifecycle.open_loops.end(reason)
         if savepoint is not None:
-            await savepoint.put_back_newest(workers)
-        await agree_on_names(workers, runtime.variable_table)
+            await savepoint.put_back_newest(workers, what)
+        await agree_on_names(workers, runtime.variable_table, what)
         for fn in tuple(self._resize_fns):
             outcome = fn()
             if inspect.isawaitable(outcome):
@@ -320,7 +321,7 @@ async def _connect(
     )
 
 
-async def agree_on_names(workers: Workers, table: VariableTable) -> None:
+async def agree_on_names(workers: Workers, table: VariableTable, what: str) -> None:
     """Take the variables that any worker has for equal: those that others make later too.
 
     Workers that have put back one state may differ in slots, which an optimizer makes when it
@@ -329,7 +330,7 @@ async def agree_on_names(workers: Workers, table: VariableTable) -> None:
     import json  # a first run needs none
 
     names = json.dumps([variable.name for variable in table.all()]).encode()
-    async with workers.operation("shrink", "variables") as turn:
+    async with workers.operation(what, "variables") as turn:
         told: asyncio.Future[list[bytes]] = turn.exchange(
             b"", lambda wire, _slots: gather_bytes(wire, names)
         )

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,8 @@ class Server:
         limit_s: float,
     ) -> list[int]:
         """Return the exit statuses of the workers; none if they had to be killed, all of them."""
+        if self._process is not None and self._process.poll() is not None:
+            self.close()  # something has ended it since
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, __file__],
@@ -144,7 +147,11 @@ class Server:
         if not ready:
             self.close()
             return []
-        codes: list[int] = json.loads(process.stdout.readline())
+        line = process.stdout.readline()
+        if not line:
+            self.close()
+            raise RuntimeError("The process that forks workers ended before they had.")
+        codes: list[int] = json.loads(line)
         return codes
 
     def close(self) -> None:
@@ -152,7 +159,7 @@ class Server:
         process, self._process = self._process, None
         if process is not None:
             atexit.unregister(self.close)
-            with process:
+            with process, suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
 

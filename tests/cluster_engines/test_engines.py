@@ -20,6 +20,7 @@ import pytest
 
 from aioreplica.cluster._poller import MAX_PAUSE_S
 from tests.cluster.communicator_contract import CHECKS
+from tests.cluster_engines import launching
 from tests.cluster_engines.launching import (
     PROGRAM,
     ULFM,
@@ -268,3 +269,14 @@ def test_torchrun() -> None:
                "--master-addr", "127.0.0.1", "--master-port", str(free_port())]  # fmt: skip
     launched = ended([started([*command, PROGRAM, "contract"], {})])
     assert results_of(launched, 2) == [len(CHECKS)] * 2
+
+
+def test_workers_are_forked_by_another_process_if_the_first_was_killed() -> None:
+    gloo(1, "kill", "0")
+    process = launching.SERVER._process
+    assert process is not None
+    process.kill()
+    process.wait()
+
+    assert gloo(1, "kill", "0").codes == [-signal.SIGKILL]
+    assert launching.SERVER._process is not process

@@ -28,10 +28,12 @@ class FakeLoop:
         return self.now
 
     def call_later(self, delay: float, fn: object) -> "FakeLoop.Timer":
-        return self.call_at(self.now + delay, fn)
+        return self.add(FakeLoop.Timer(self.now + delay, fn))
 
     def call_at(self, when: float, fn: object) -> "FakeLoop.Timer":
-        timer = FakeLoop.Timer(when, fn)
+        return self.add(FakeLoop.Timer(when, fn))
+
+    def add(self, timer: "FakeLoop.Timer") -> "FakeLoop.Timer":
         self.timers.append(timer)
         return timer
 

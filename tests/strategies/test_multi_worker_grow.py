@@ -10,6 +10,7 @@ import aioreplica as ar
 import aioreplica.testing as art
 from aioreplica.checkpoint import Savepoint
 from aioreplica.cluster import LocalCommunicator
+from aioreplica.collectives import no_data
 from aioreplica.errors import ContextError, MergeMismatchError, StallError, WorkerLostError
 from aioreplica.strategies import MultiWorkerMirroredStrategy
 from tests.strategies.test_multi_worker_shrink import (
@@ -315,3 +316,53 @@ async def test_who_is_cancelled_while_the_others_agree_to_grow_is_left_behind(
 
     assert isinstance(results.pop(1), asyncio.CancelledError)
     assert results == [(0, 7.0), (1, 7.0), (2, 7.0)]
+
+
+@pytest.mark.asyncio
+async def test_errors_while_states_are_exchanged_name_grow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def program(strategy: Strategy) -> None:
+        _, savepoint = kept_of(strategy)
+        await strategy.grow(2, savepoint)
+
+    async def newcomer(strategy: Strategy) -> None:
+        _, savepoint = kept_of(strategy)
+
+        async def do_something_else(workers: Any, *_: object) -> None:
+            async with workers.operation("something", "else") as turn:
+                await turn.exchange(b"", no_data)
+
+        monkeypatch.setattr(strategy, "_resized", do_something_else)
+        await strategy.grow(2, savepoint)
+
+    results = await outcomes_of_all(1, program, newcomer=newcomer)
+
+    assert [type(result) for result in results] == [MergeMismatchError] * 2
+    assert "grow" in str(results[0])
+    assert "shrink" not in str(results[0])
+
+
+@pytest.mark.asyncio
+async def test_an_interrupt_while_a_worker_is_started_leaves_nobody_waiting() -> None:
+    class Interrupt(BaseException):
+        pass
+
+    def start(_communicator: LocalCommunicator) -> None:
+        raise Interrupt
+
+    loop = asyncio.get_running_loop()
+    said: list[Any] = []
+    loop.set_exception_handler(lambda _loop, context: said.append(context["exception"]))
+    with only(2):
+        strategies = [Strategy(each) for each in LocalCommunicator.group(2, spawn=start)]
+
+    async def program(strategy: Strategy) -> Any:
+        _, savepoint = kept_of(strategy)
+        with pytest.raises(ContextError, match="could not be started: Interrupt"):
+            await strategy.grow(3, savepoint)
+        return 1
+
+    async with strategies[0], strategies[1]:
+        assert await asyncio.gather(*map(program, strategies)) == [1, 1]
+    assert [type(each) for each in said] == [Interrupt]

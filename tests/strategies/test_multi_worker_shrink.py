@@ -292,7 +292,7 @@ async def test_on_read_variables_keep_the_components_of_survivors() -> None:
 
 @pytest.mark.explore(schedules=4)
 async def test_a_worker_that_does_not_come_to_shrink_is_named() -> None:
-    all_ready = asyncio.Barrier(3)
+    all_ready, is_over = asyncio.Barrier(3), asyncio.Event()
     errors: dict[int, Any] = {}
 
     made = strategies(3, 1, timeout=30.0)
@@ -305,6 +305,7 @@ async def test_a_worker_that_does_not_come_to_shrink_is_named() -> None:
         with pytest.raises(StallError, match="Worker 2 did not come to shrink") as caught:
             await strategy.shrink()
         errors[0] = caught.value.ranks
+        is_over.set()
 
     async def second(strategy: Strategy) -> Any:
         await strategy.run(count)
@@ -314,6 +315,7 @@ async def test_a_worker_that_does_not_come_to_shrink_is_named() -> None:
     async def third(strategy: Strategy) -> Any:
         await strategy.run(count)
         await all_ready.wait()
+        await is_over.wait()
 
     await outcomes(made, [first, second, third])
     assert errors == {0: (2,)}
@@ -446,8 +448,8 @@ async def test_a_worker_that_hangs_is_evicted_and_told_so_when_it_comes_back(
     assert told == [(1,), (1,)]
     assert isinstance(results[1], WorkerLostError)
     assert results[1].ranks == (1,)
-    told = "the others go on without it" if comes_to_shrink else "gone on without worker 1"
-    assert told in str(results[1])
+    text = "the others go on without it" if comes_to_shrink else "gone on without worker 1"
+    assert text in str(results[1])
 
 
 @pytest.mark.explore(schedules=6)
@@ -476,3 +478,26 @@ async def test_who_does_not_come_to_shrink_is_left_out_when_the_others_come_agai
         return strategy.local_results(await strategy.run(count))
 
     assert await outcomes(strategies(3, 1, timeout=30.0), [program] * 3) == [(1,), None, None]
+
+
+@pytest.mark.explore(schedules=20)
+async def test_a_survivor_that_closes_is_not_waited_for() -> None:
+    """There is no timeout here: whether it has closed before the other came, or does later."""
+    all_ready = asyncio.Barrier(3)
+
+    async def program(strategy: Strategy) -> Any:
+        rank = communicator_of(strategy).rank
+        await strategy.run(count)
+        await all_ready.wait()
+        if rank == 2:
+            lose(strategy)
+            return None
+        with pytest.raises(WorkerLostError):
+            await strategy.run(count)
+        if rank == 1:
+            return None  # which closes its strategy
+        await strategy.shrink()
+        return strategy.num_replicas_in_sync
+
+    results = await outcomes(strategies(3, 1), [program] * 3)
+    assert results == [1, None, None]
