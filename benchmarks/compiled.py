@@ -7,8 +7,10 @@ chunks of 64 steps; weights that differ are an error. A row says what a reader o
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import final
 
 import numpy as np
@@ -73,13 +75,16 @@ def main(arguments: Sequence[str]) -> None:
 
 async def measure(loop: str, plan: Plan) -> list[Row]:
     """Measure everything once on the running loop, which is called `loop`."""
+    models = [(f"MLP, batch {size}", MLP, size, 0.95) for size in plan.batch_sizes]
+    cases = [
+        ((f"{name}, {optimizer}", sizes, size, num_replicas, optimizer), share)
+        for num_replicas, optimizer in product(plan.replicas, plan.optimizers)
+        for name, sizes, size, share in (*models, ("small model", SMALL, 32, 0.8))
+    ]
     rows = []
-    for num_replicas in plan.replicas:
-        for optimizer in plan.optimizers:
-            models = [(f"MLP, batch {size}", MLP, size, 0.95) for size in plan.batch_sizes]
-            for name, sizes, size, share in (*models, ("small model", SMALL, 32, 0.8)):
-                case = (f"{name}, {optimizer}", sizes, size, num_replicas, optimizer)
-                rows += await _measure_case(loop, case, share, plan.num_rounds)
+    for number, (case, share) in enumerate(cases, 1):
+        print(f"{number} of {len(cases)}: {case[0]}, N={case[3]}", file=sys.stderr, flush=True)
+        rows += await _measure_case(loop, case, share, plan.num_rounds)
     return rows
 
 
