@@ -214,7 +214,7 @@ def test_what_pytest_leaves_out_is_a_step_of_its_own() -> None:
     script = (ROOT / ".ci/run").read_text(encoding="utf-8").splitlines()
 
     assert options["addopts"][:2] == ["-m", "not xslow"]
-    assert "    pytest -q -p no:cacheprovider -m xslow || return 1" in script
+    assert "pytest -q -m xslow" in script
     folders = [name for name in options["norecursedirs"] if (ROOT / "tests" / name).is_dir()]
     assert folders == ["cluster_engines", "parameter_server_engine", "repo"]
     assert [name for name in folders if f"pytest -q tests/{name}" not in script] == []
