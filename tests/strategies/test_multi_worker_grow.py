@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -366,3 +367,28 @@ async def test_an_interrupt_while_a_worker_is_started_leaves_nobody_waiting() ->
     async with strategies[0], strategies[1]:
         assert await asyncio.gather(*map(program, strategies)) == [1, 1]
     assert [type(each) for each in said] == [Interrupt]
+
+
+@pytest.mark.asyncio
+async def test_who_is_cancelled_while_its_groups_are_closed_leaves_no_communicator_open() -> None:
+    before: list[Any] = []
+
+    async def program(strategy: Strategy) -> None:
+        variable, savepoint = kept_of(strategy)
+        del variable
+        await strategy.run(count)
+        before.append(communicator_of(strategy))
+        workers = strategy._runtime.workers
+        assert workers is not None
+        with mock.patch.object(workers.groups, "aclose", side_effect=asyncio.CancelledError):
+            await strategy.grow(2, savepoint)
+
+    async def newcomer(strategy: Strategy) -> None:
+        _, savepoint = kept_of(strategy)
+        await strategy.grow(2, savepoint)
+
+    results = await outcomes_of_all(1, program, newcomer=newcomer)
+
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert isinstance(results[1], WorkerLostError)
+    assert before[0].is_closed
