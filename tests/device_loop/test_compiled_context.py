@@ -104,31 +104,34 @@ def assigning(verb: str, *variables: ar.Variable) -> Any:
     return step
 
 
+NUMBERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "float32"]
+
+
+@pytest.mark.parametrize("verb", ["assign", "assign_add", "assign_sub"])
 @pytest.mark.parametrize("aggregation", ["mean", "sum", "only_first_replica"])
-@pytest.mark.parametrize(
-    "dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32", "float32"]
-)
 async def test_booleans_and_small_integers_are_combined_as_eagerly(
-    dtype: str, aggregation: Any
+    aggregation: Any, verb: str
 ) -> None:
     """Booleans are counted, and sums that are too large for 16 bits wrap."""
-    top = 1 if dtype == "float32" else np.iinfo(dtype).max
-    numbers = np.array([top, top, top // 2 + 1, 1, 0]).astype(dtype)
-    columns = [[numbers, np.roll(numbers, 1)], [numbers > 0, numbers > 1]]
+    columns, dtypes = [], []
+    for dtype in NUMBERS:
+        top = 1 if dtype == "float32" else np.iinfo(dtype).max
+        numbers = np.array([top, top, top // 2 + 1, 1, 0]).astype(dtype)
+        columns += [[numbers, np.roll(numbers, 1)], [numbers > 0, numbers > 1]]
+        dtypes += [dtype] * 2
     element = tuple(ar.PerReplica(parts) for parts in columns)
     async with mirrored(2) as strategy:
-        for verb in ("assign", "assign_add", "assign_sub"):
-            found = []
-            for options in ({}, {"compile": "jax"}):
-                with strategy.scope():
-                    make = partial(ar.Variable, trainable=False, aggregation=aggregation)
-                    made = [make(np.zeros(5, dtype)) for _ in columns]
-                step = assigning(verb, *made)
-                result = await strategy.run_steps(step, iter([element] * 3), 3, **options)
-                outputs = result.last_step_outputs.values()
-                found.append([*(v.value for v in made), *(o.values[0] for o in outputs)])
-            for eager, compiled in zip(*found, strict=True):
-                np.testing.assert_array_equal(compiled, eager, err_msg=verb)
+        found = []
+        for options in ({}, {"compile": "jax"}):
+            with strategy.scope():
+                make = partial(ar.Variable, trainable=False, aggregation=aggregation)
+                made = [make(np.zeros(5, dtype)) for dtype in dtypes]
+            step = assigning(verb, *made)
+            result = await strategy.run_steps(step, iter([element] * 3), 3, **options)
+            outputs = result.last_step_outputs.values()
+            found.append([*(v.value for v in made), *(o.values[0] for o in outputs)])
+        for dtype, eager, compiled in zip(2 * dtypes, *found, strict=True):
+            np.testing.assert_array_equal(compiled, eager, err_msg=dtype)
 
 
 @pytest.mark.parametrize("aggregation", ["mean", "sum", "only_first_replica"])

@@ -1,4 +1,7 @@
-"""One cluster of processes per module, and a coordinator per test; nothing may be left of them."""
+"""One cluster of processes per module, and a coordinator per test; nothing may be left of them.
+
+The processes are forks of one that has imported what they need, else most of the time is imports.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,19 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import dask
 import numpy as np
 import psutil
 import pytest
+from distributed.utils import get_mp_context
 
 import aioreplica as ar
 from tests.parameter_server_engine.closures import LIMIT_S, PAUSE_S, FileGate
 
 END_S = 10.0
+
+dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
+get_mp_context().set_forkserver_preload(["distributed", "distributed.nanny", "aioreplica"])
 
 
 @asynccontextmanager
@@ -86,8 +94,9 @@ def no_process_left() -> Iterator[None]:
 
 
 def is_tracker(process: psutil.Process) -> bool:
-    """Say whether it is the one in which multiprocessing tracks resources, which stays."""
+    """Say whether it is one of multiprocessing's own, which stay: it tracks resources, or forks."""
     try:
-        return "resource_tracker" in " ".join(process.cmdline())
+        command = " ".join(process.cmdline())
+        return "resource_tracker" in command or "forkserver import main" in command
     except psutil.NoSuchProcess:
         return False
