@@ -127,6 +127,10 @@ class LossScaling(ABC):
             self._since = WeakSet()
         self._since.add(optimizer)
 
+    def skipped(self) -> None:
+        """Take the next update for that of a new step: the count begins anew, too."""
+        self._since = None
+
     def scaled(self, loss: Any) -> Any:
         """Return a loss, a number or a `Weighted`, times the scale."""
         if isinstance(loss, Weighted):

@@ -383,10 +383,12 @@ def refuse(
     while True:
         write = StagedWrite([settings.skipped, *(() if scaling is None else scaling.variables)])
         write.replace(settings.skipped, settings.skipped.components[0] + 1)
-        if scaling is not None:
-            for variable, value in scale_after(optimizer, gradients, is_finite=False).items():
-                write.replace(variable, value)
+        after = {} if scaling is None else scale_after(optimizer, gradients, is_finite=False)
+        for variable, value in after.items():
+            write.replace(variable, value)
         if write.publish():
+            if scaling is not None and after:
+                scaling.skipped()
             return
 
 

@@ -289,9 +289,10 @@ async def test_optimizers_that_share_a_loss_scale_count_a_step_once(
             second.blocking.minimize(lambda: jax.numpy.sum(two.value * x[1]), backend="jax")
 
         rows = [[1, 1], [1, 1], [np.inf, 1], [np.inf] * 2, [1, 1], [1, 1]]
+        rows += [[1, np.inf], [np.inf, 1], [1, 1]]  # a step behind a skipped one counts
         batches = [(ar.PerReplica([np.float32(row)] * 2),) for row in rows]
         with mock.patch.object(Trial, "prefers_scan", return_value=scans):
-            await pair.run_steps(step, iter(batches), 6, **options)
+            await pair.run_steps(step, iter(batches), 9, **options)
         state = (one, two, *scale.variables, first.iterations, second.iterations)
         found.append([(each.version, each.value.tolist()) for each in state])
 

@@ -212,6 +212,8 @@ class ClosureContext:
             scaling.applied_by(optimizer)
             if not is_next:
                 return  # an optimizer that shares it has told
+        else:
+            scaling.skipped()
         scale, num_finite = (cast(ServedVariable, each).spec for each in scaling.variables)
         key = (scale.variable_id, 0)
         other = (num_finite.variable_id, 0)
