@@ -12,6 +12,7 @@ from ._communicator import Communicator as Communicator
 from ._communicator import CommunicatorStatistics as CommunicatorStatistics
 from ._connect import connect as connect
 from ._dask import DaskClosureEngine as DaskClosureEngine
+from ._environment import is_added as is_added
 from ._environment import resolve as resolve
 from ._local import LocalCommunicator as LocalCommunicator
 from ._local_closures import LocalClosureEngine as LocalClosureEngine

@@ -150,9 +150,6 @@ class Communicator(ABC):
         A cancelled await abandons its collective, which goes on in the background as the others
         need it; the array is held until then.
 
-    Determinism:
-        See above.
-
     Example:
         >>> import asyncio
         >>> from aioreplica.cluster import LocalCommunicator
@@ -164,6 +161,9 @@ class Communicator(ABC):
         >>> asyncio.run(main())[2]
         array([3., 3.])
     """
+
+    is_new = False
+    """Whether its group has grown by this worker."""
 
     def __init__(
         self, rank: int, size: int, timeout: float | None, worker: int | None = None
@@ -362,8 +362,8 @@ class Communicator(ABC):
     async def shrink(self) -> Communicator:
         """Make a communicator of the workers that are left; all of them must call this.
 
-        After a `WorkerLostError`, on MPI started as `mpirun --with-ft ulfm`; and, after a
-        `StallError` too, of a `LocalCommunicator`. Ranks keep their order; this one is closed next.
+        After a `WorkerLostError` or a `StallError`, on MPI started as `mpirun --with-ft ulfm`, and
+        of a `LocalCommunicator`. Ranks keep their order; this one is closed next.
 
         Raises:
             ContextError: If this engine cannot go on after the loss of a worker, or this is a
@@ -406,6 +406,7 @@ class Communicator(ABC):
         if self._is_closed:
             return
         self._is_closed = True
+        self._on_alarm = None
         self._end(Failure(CLOSED, "This communicator was closed. Connect again to make another."))
         await self._close()
 

@@ -14,6 +14,11 @@ SLURM_NUM_PORTS = 10_000
 KUBERNETES_PORT = 2222
 MAX_HOSTS = 1_000_000
 
+WORKERS_BEFORE = "AIOREPLICA_WORKERS_BEFORE"
+"""The variable that tells workers which MPI has added how many there were before."""
+
+ADDED = "added by strategy.grow"
+
 
 def resolve(
     environment: Mapping[str, str] | None = None, *, num_workers: int | None = None
@@ -47,7 +52,7 @@ def resolve(
         return _from_torchrun(values)
     for source, rank, size in _MPI:
         if rank in values:
-            return _ranked(values, rank, size, source)
+            return _of_mpi(values, rank, size, source)
     if {"SLURM_PROCID", "SLURM_STEP_NODELIST"} <= values.keys():
         return _from_slurm(values)
     if "JOB_COMPLETION_INDEX" in values:
@@ -60,6 +65,23 @@ _MPI = (
     ("mpirun (MVAPICH)", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
     ("mpirun (MPICH)", "PMI_RANK", "PMI_SIZE"),
 )
+
+
+def is_added(resolver: ClusterResolver) -> bool:
+    """Tell whether others have started this worker, and wait for it in `strategy.grow`."""
+    return resolver.source.endswith(ADDED)
+
+
+def _of_mpi(values: Mapping[str, str], rank: str, size: str, source: str) -> ClusterResolver:
+    """Read the variables of mpirun, which count those only that were started together."""
+    if WORKERS_BEFORE not in values:
+        return _ranked(values, rank, size, source)
+    before = _number(values, WORKERS_BEFORE, source)
+    return ClusterResolver(
+        task_id=before + _number(values, rank, source),
+        num_workers=before + _number(values, size, source),
+        source=f"{source}, {ADDED}",
+    )
 
 
 def _from_tf_config(text: str) -> ClusterResolver:

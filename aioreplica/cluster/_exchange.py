@@ -203,13 +203,13 @@ class Exchange(asyncio.Future[T]):
 
     # ---- from stage to stage -------------------------------------------------------------
 
-    def enter(self) -> None:
+    def enter(self, *, was_held: bool = False) -> None:
         """Begin when the exchanges before are over, unless the wait was cancelled already."""
+        workers = self.run.workers
         if self.done():
             self._end()
             return
-        workers = self.run.workers
-        if self.run.outer is not None and workers.groups.holds(self.enter):
+        if not was_held and self.run.outer is not None and workers.groups.hold(self):
             return
         before = workers.before()
         self._queue = workers.queue

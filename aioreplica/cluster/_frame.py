@@ -198,12 +198,12 @@ Decision: TypeAlias = Agreed | Failed | Closed | Differs
 @final
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """Failure of a run on another worker, which comes to no meeting before it was told to all.
+    """Failure of a run on another worker, or its end: it comes to no meeting before all are told.
 
     Attributes:
         number: Which end of a run it is, as all workers count them.
         origin: Where the run failed first.
-        function: Name of the step function.
+        function: Name of the step function; empty if the worker has left.
         cause: What was raised there.
         num_sent: How many frames its sender has sent in each group, by the key; None if too many.
     """

@@ -51,9 +51,6 @@ class LocalCommunicator(Communicator):
     Under `aioreplica.testing` the messages of worker 1 are ops of the pool "worker:1":
     `art.Faults().lose_worker("worker:1")` loses it, `slow_device` delays its messages and `hang_op`
     keeps one for ever.
-
-    Attributes:
-        is_new: Whether it was made as its group grew.
     """
 
     def __init__(self, group: _Group, rank: int, *, is_new: bool = False) -> None:
@@ -320,14 +317,14 @@ class _Group:
         try:
             for each in calls:
                 each.bring()
-            difference = _difference(calls)
+            difference = _difference(calls, self.ranks)
             if difference is not None:
-                self.end(Failure(ENDED, difference, tuple(range(self.size))))
+                self.end(Failure(ENDED, difference, self.ranks))
                 return
             results = _results(calls)
         except Exception as error:  # noqa: BLE001 - nobody gets a result: it ends the group
             text = f"{calls[0].describe()} failed: {error!r}"
-            self.end(Failure(ENDED, text, tuple(range(self.size))))
+            self.end(Failure(ENDED, text, self.ranks))
             return
         for member in self.members:
             call = calls[member.rank]
@@ -349,6 +346,8 @@ class _Group:
 
     def alarm(self, rank: int, number: int, text: str) -> None:
         """Tell the other members of an alarm."""
+        if self._failure is not None:  # of one that the others have gone on without
+            return
         for member in self.members:
             if member.rank != rank and member._on_alarm is not None:
                 member._on_alarm(rank, number, text)
@@ -527,13 +526,13 @@ def split_shrink_error() -> ContextError:
     return ContextError("This is a split of a communicator. Shrink the one that was connected.")
 
 
-def _difference(calls: list[Call]) -> str | None:
+def _difference(calls: list[Call], ranks: Sequence[int]) -> str | None:
     first = _signature(calls[0])
-    for rank, call in enumerate(calls):
+    for rank, call in zip(ranks, calls, strict=True):
         other = _signature(call)
         if other != first:
             return (
-                f"Worker {rank} called {other} where worker 0 called {first}, as call "
+                f"Worker {rank} called {other} where worker {ranks[0]} called {first}, as call "
                 f"#{call.number}. Every worker must make the same calls."
             )
     return None

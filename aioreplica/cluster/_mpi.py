@@ -2,7 +2,7 @@
 
 mpi4py starts MPI at its import, so that happens at the first connection only, and with our
 options. MPI calls have no timeouts and cannot be cancelled: nothing here blocks in one, but for
-the start and the end of MPI and `shrink`.
+the start and the end of MPI, and what changes the number of workers.
 
 mpi4py does not keep the arrays of a non-blocking call alive: each poll function does.
 """
@@ -15,7 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
@@ -31,14 +31,18 @@ from ..errors import ContextError, StallError, WorkerLostError
 from ..tree import Array
 from ._communicator import ENDED, LOST, STALLED, Failure, require_timeout
 from ._engine import EngineCommunicator, has_ended
+from ._environment import WORKERS_BEFORE
 from ._poller import Poller
+from ._processes import ProcessId, end_process, this_process
 from ._rows import workers_in_words
 from ._transport import (
     ALARM,
     LEFT,
+    LOGGER,
     NOTE_BYTES,
     PASSED,
     WAITING,
+    WARN_S,
     Group,
     Link,
     Note,
@@ -87,21 +91,23 @@ class MpiCommunicator(EngineCommunicator):
         runtime = REGISTRY.once("mpi", MpiRuntime)
         runtime.check_process()
         transport = await runtime.run("start MPI", timeout, runtime.new_transport)
-        return cls(Link(transport, runtime.poller), tuple(range(transport.size)), timeout)
+        made = cls(Link(transport, runtime.poller), tuple(range(transport.size)), timeout)
+        made.is_new = runtime.was_added
+        return made
 
     async def _resized(self, num_new: int) -> MpiCommunicator:
-        if num_new:
-            raise ContextError(
-                "Workers cannot be added to those of MPI. Start all again, as many as there are to "
-                "be, from the newest checkpoint."
-            )
         runtime = REGISTRY.once("mpi", MpiRuntime)
         runtime.check_process()
         transport = self.link.transport
         assert isinstance(transport, MpiTransport)  # made by `connect`
-        smaller = await runtime.run("shrink the group", self.timeout, transport.shrunk)
-        link = Link(smaller, runtime.poller)
-        return MpiCommunicator(link, tuple(range(smaller.size)), self.timeout)
+        failure = self._failure
+        hang = failure.ranks if failure is not None and failure.kind == STALLED else ()
+        what, fn = "shrink the group", partial(transport.shrunk, hang)
+        if num_new:
+            what, fn = "grow the group", partial(transport.grown, num_new)
+        resized = await runtime.run(what, self.timeout, fn)
+        link = Link(resized, runtime.poller)
+        return MpiCommunicator(link, tuple(range(resized.size)), self.timeout)
 
 
 @final
@@ -110,13 +116,18 @@ class MpiRuntime:
 
     Attributes:
         poller: Makes the calls of MPI; the event loop's thread does for a moment, with its lock.
+        was_added: Whether others have started this process, and wait for it in `grow`.
     """
 
     def __init__(self) -> None:
         self.poller = Poller(Lane("mpi", nice=0), Lock())
         self.mpi: Any = None  # the module; Any: mpi4py is optional
-        self.failed = False  # what was begun has not come to its end, or a group has failed
+        self.failed = False  # a group has
+        self.was_added = WORKERS_BEFORE in os.environ
+        self._has_met = False  # those who have started it
+        self._is_waiting = False  # what was begun has not come to its end
         self.is_stalled = False  # a worker has stopped, and nothing of MPI ends it
+        self.newest: Any = None  # a communicator of all there are
         self._pid = os.getpid()
         self._is_ours = False
         self._completions: CompletionQueue | None = None
@@ -142,23 +153,49 @@ class MpiRuntime:
         self._completions = completions = CompletionQueue.of_running_loop()
         op: Op[object] = Op(completions, fn, args, {})
         self.poller.put(op)
-        was_failed, self.failed = self.failed, True
-        if not await has_ended(op, timeout):
+        self._is_waiting = True
+        warn_s = WARN_S if timeout is None else min(WARN_S, timeout)
+        if not await has_ended(op, warn_s) and warn_s != timeout:
+            LOGGER.warning(
+                "Not all workers have come to %s for %g s; this one waits.", what, warn_s
+            )
+            await has_ended(op, None if timeout is None else timeout - warn_s)
+        if not op.done():
             raise StallError(
                 f"Not all workers came to {what} within {timeout:g} s. Look whether each of them "
                 "gets as far as ar.cluster.connect(), or raise the timeout.",
                 timeout_s=timeout,
             )
-        self.failed = was_failed
+        self._is_waiting = False
         return op.result()
 
     # ---- on the lane's thread ------------------------------------------------------------
 
     def new_transport(self) -> MpiTransport:
-        """Start MPI if that was not done, and take a communicator of its own."""
+        """Start MPI if that was not done, and take a communicator of its own.
+
+        Raises:
+            ContextError: If the workers are gone that have started this one.
+        """
         if self.mpi is None:
             self._start()
-        return MpiTransport(self.mpi, self.mpi.COMM_WORLD.Dup(), self)
+        if not self.was_added:
+            return MpiTransport(self.mpi, self.mpi.COMM_WORLD.Dup(), self)
+        if self._has_met:
+            raise ContextError(
+                "This worker was added to others that have gone on without it. Start all again."
+            )
+        self._has_met = True
+        return self.joined(self.mpi.Comm.Get_parent(), is_new=True)
+
+    def joined(self, link: Any, *, is_new: bool) -> MpiTransport:
+        """Return a transport between the workers on both sides of a link, the new ones behind."""
+        comm = link.Merge(high=is_new)
+        link.Disconnect()  # else Open MPI looks at it in the end, and ends in a fault
+        comm.Set_errhandler(self.mpi.ERRORS_RETURN)
+        # All end MPI or none: who does waits for the others.
+        self.failed = comm.allreduce(self.failed, op=self.mpi.LOR)
+        return MpiTransport(self.mpi, comm, self)
 
     def _start(self) -> None:
         mpi = import_mpi()
@@ -178,7 +215,7 @@ class MpiRuntime:
         """End MPI, which waits for the others; or leave that to the launcher after a failure."""
         if self._pid != os.getpid() or self._completions is None:
             return
-        if self.failed:
+        if self.failed or self._is_waiting:
             self._leave_failed()
             return
         gate = new_gate(None)
@@ -203,7 +240,7 @@ class MpiRuntime:
         """
         sleep(EXIT_S)
         if self.is_stalled and os.environ.get(ULFM_VARIABLE, "0") not in ("0", "false"):
-            self.mpi.COMM_WORLD.Abort(1)
+            self.newest.Abort(1)
 
 
 def import_mpi() -> ModuleType:
@@ -261,9 +298,10 @@ class MpiTransport(Transport):
     def __init__(self, mpi: ModuleType, comm: Any, runtime: MpiRuntime) -> None:
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._mpi = mpi
-        self._comm = comm
+        self._comm = runtime.newest = comm
         self._runtime = runtime
         self._notes = comm.Dup()
+        self._processes: list[ProcessId] = comm.allgather(this_process())
         for each in (self._comm, self._notes):
             each.Set_errhandler(mpi.ERRORS_RETURN)
         self._max_tag = comm.Get_attr(mpi.TAG_UB) or MAX_TAG
@@ -406,9 +444,17 @@ class MpiTransport(Transport):
         self._receive.Cancel()
         return lambda: True
 
-    def shrunk(self) -> MpiTransport:
-        """Return a transport between the workers that are left."""
+    def shrunk(self, hang: Sequence[int]) -> MpiTransport:
+        """Return a transport between the workers that are left.
+
+        Args:
+            hang: Workers that have not gone, but do not come. Those on this host are ended.
+        """
         mpi = self._mpi
+        for rank in hang:
+            if end_process(self._processes[rank]):
+                number = self._processes[rank].number
+                LOGGER.warning("Worker %d hangs: its process %d was killed.", rank, number)
         try:
             smaller = self._comm.Shrink()
             transport = MpiTransport(mpi, smaller, self._runtime)
@@ -421,6 +467,23 @@ class MpiTransport(Transport):
             raise WorkerLostError(f"MPI could not shrink the group: {error}") from error
         self._runtime.is_stalled = False  # who had stopped is gone
         return transport
+
+    def grown(self, num_new: int) -> MpiTransport:
+        """Start workers as this one was, and return a transport between all there are then."""
+        mpi = self._mpi
+        info = mpi.Info.Create({"wdir": str(Path.cwd())})
+        arguments = [f"{WORKERS_BEFORE}={self.size}", sys.executable, *sys.orig_argv[1:]]
+        try:
+            started = self._comm.Spawn("env", arguments, num_new, info)
+        except mpi.Exception as error:
+            raise ContextError(
+                f"MPI could not start {num_new} more workers: {error}. The launcher needs as many "
+                "free slots: `mpirun --map-by :OVERSUBSCRIBE`, or a host file that has them."
+            ) from error
+        try:
+            return self._runtime.joined(started, is_new=False)
+        except mpi.Exception as error:
+            raise WorkerLostError(f"MPI could not meet the new workers: {error}") from error
 
 
 @lru_cache(maxsize=1024)

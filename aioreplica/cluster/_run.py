@@ -28,12 +28,16 @@ from ..values import IndexedSlices, aggregate
 from ._communicator import Communicator
 from ._exchange import NOTHING_AHEAD, Exchange, Part
 from ._frame import Alarm, Closed, Differs, Failed, Frame, FrameKind, cut_text, digest_of
-from ._rows import WorkerRows, cause_of, workers_mismatch_error
+from ._rows import WorkerRows, cause_of, workers_closed_error, workers_mismatch_error
+from ._transport import LOGGER
 
 if TYPE_CHECKING:
     from ._workers import Workers
 
 T = TypeVar("T")
+
+CLOSING_S = 30.0
+"""How long `aclose` waits for the other workers, unless the communicator has a timeout."""
 
 
 @final
@@ -206,21 +210,26 @@ class WorkersRun:
             return
         self.is_over = True
         alarm, workers = self.alarm, self.workers
-        origin, cause = workers.rank, cause_of(error)
+        origin, function, cause = workers.rank, self.function, cause_of(error)
         if alarm is not None:
-            origin, cause = alarm.origin, alarm.cause
+            origin, function, cause = alarm.origin, alarm.function, alarm.cause
         stage = 0 if alarm is None else origin + 1
-        slot = cut_text(cause, SLOT_BYTES)
+        slot = cut_text(cause or "it has closed its strategy", SLOT_BYTES)
         frame = Frame(FrameKind.FAILED, 0, self.function, stage=stage, slot=slot)
         if not workers.is_broken:
-            workers.groups.raise_alarm(origin, self.function, cause)
+            workers.groups.raise_alarm(origin, function, cause)
             Exchange(self, [(frame, NOTHING_AHEAD, None)], _told("the failure"), no_data).enter()
 
     def end_by(self, alarm: Alarm) -> None:
         """End it on this worker, which waits for one that does not come."""
         if self.abort is not None and not self.is_over:
-            self.alarm = alarm
-            self.abort(failed_error(alarm.origin, alarm.function, alarm.cause))
+            self.alarm, workers = alarm, self.workers
+            if alarm.function:
+                error = failed_error(alarm.origin, alarm.function, alarm.cause)
+            else:
+                ranks = (alarm.origin,)
+                error = workers_closed_error(ranks, alarm.cause, workers.rank, workers.label)
+            self.abort(error)
 
     def void(self) -> None:
         """Answer a frame that another member of the group has sent in a run that has failed."""
@@ -429,6 +438,31 @@ class OpenTurn:
         self.end()
 
 
+async def take_leave(workers: Workers) -> None:
+    """Let the operations before end, and say goodbye; others may be late, or gone."""
+    last = workers.before()
+    if last is not None:
+        await last.over()
+    communicator = workers._communicator
+    if workers._broken is not None or communicator is None:
+        return
+    late = TimeoutError("The other workers did not come to close their strategies.")
+    loop = asyncio.get_running_loop()
+    timer = loop.call_later(communicator.timeout or CLOSING_S, workers.break_off, late)
+    run = WorkersRun(workers, "-", None)
+    try:
+        left_by = workers.left_by
+        workers.groups.leave(communicator, "" if left_by is None else cause_of(left_by))
+        await workers.groups.over()
+        await workers.groups.aclose()  # who waits for this worker in one is told now
+        is_over = await run.leave(workers.left_by).over()
+    finally:
+        timer.cancel()
+    if is_over and run.ended_by is None:  # no frame of the others has ended it
+        text = f"{workers.label} of worker {workers.rank} was closed without the others"
+        LOGGER.warning("%s: %s", text, workers._broken)
+
+
 def failed_error(rank: int, which: str, cause: str) -> WorkerLostError:
     """Return the error of a run that has failed on another worker."""
     return WorkerLostError(
@@ -465,8 +499,9 @@ def require_runnable(workers: Workers, what: str) -> None:
             f"Worker {workers.rank} was started by `strategy.grow`, and the others wait for it "
             "there. Call `await strategy.grow(num_workers, savepoint)` first, as they do."
         )
-    is_merging = workers.merging is not None or workers.groups.are_merging
-    if (PLACE.get().in_merge and is_merging) or workers.outer is not None:
+    place = PLACE.get()
+    is_own = place.strategy is not None and place.strategy.workers is workers
+    if (place.in_merge and is_own) or workers.outer is not None:
         raise ContextError(
             f"{what} was to run in a merge function of {workers.label}, whose run it would wait "
             "for. Call it outside the step; or in the merge function of a group, call the method "

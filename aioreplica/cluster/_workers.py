@@ -15,17 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from operator import itemgetter
 from typing import Any, final
 
-from ..collectives import (
-    Turn,
-    gather_bytes,
-    no_data,
-)
+from ..collectives import Turn, gather_bytes, no_data
 from ..context import PLACE
 from ..devices import OwnedTask, is_ctrl_c
 from ..errors import ContextError, LoopMismatchError
@@ -35,11 +32,14 @@ from ._engine import SMALL_BYTES
 from ._exchange import Exchange
 from ._frame import Alarm, Closed, FrameKind, digest_of
 from ._rows import broken_error, cause_of_interrupt, greet, workers_closed_error
-from ._run import OpenTurn, WorkersRun, aggregated, require_not_awaited, require_runnable
-from ._transport import LOGGER
-
-CLOSING_S = 30.0
-"""How long `aclose` waits for the other workers, unless the communicator has a timeout."""
+from ._run import (
+    OpenTurn,
+    WorkersRun,
+    aggregated,
+    require_not_awaited,
+    require_runnable,
+    take_leave,
+)
 
 ROOM_MEMORY = 8
 """Exchanges that the room behind a frame is for: those of one training step, or two."""
@@ -377,9 +377,10 @@ class Workers:
             self.abandon()
         if not self.queue and self._communicator is None and self._broken is None:
             if self._given is not None:  # the others may wait in the first operation
+                self.groups.leave(self._given, "")
                 await self._given.aclose()
             return
-        leaving = OwnedTask(_leave(self), "aioreplica workers: closing")
+        leaving = OwnedTask(take_leave(self), "aioreplica workers: closing")
         try:
             await leaving.ended()
         finally:
@@ -395,29 +396,6 @@ class Workers:
         """Give up at once, as the interpreter is interrupted; tell the others by what."""
         if self._communicator is not None and self._broken is None:
             self.break_off(cause_of_interrupt())
-
-
-async def _leave(workers: Workers) -> None:
-    """Let the operations before end, and say goodbye; others may be late, or gone."""
-    last = workers.before()
-    if last is not None:
-        await last.over()
-    communicator = workers._communicator
-    if workers._broken is not None or communicator is None:
-        return
-    late = TimeoutError("The other workers did not come to close their strategies.")
-    loop = asyncio.get_running_loop()
-    timer = loop.call_later(communicator.timeout or CLOSING_S, workers.break_off, late)
-    run = WorkersRun(workers, "-", None)
-    try:
-        await workers.groups.over()
-        await workers.groups.aclose()  # who waits for this worker in one is told now
-        is_over = await run.leave(workers.left_by).over()
-    finally:
-        timer.cancel()
-    if is_over and run.ended_by is None:  # no frame of the others has ended it
-        text = f"{workers.label} of worker {workers.rank} was closed without the others"
-        LOGGER.warning("%s: %s", text, workers._broken)
 
 
 @final
@@ -443,7 +421,8 @@ class Groups:
         self._of: dict[tuple[int, ...], Workers] = {}
         self._num_ends = 0  # of runs, that all workers know of
         self._is_ending = False
-        self._alarms: dict[int, Alarm] = {}  # the newest of each worker
+        self._alarms: dict[tuple[int, int], Alarm] = {}  # by the number, and whose it is
+        self._held: defaultdict[Workers, deque[Exchange[Any]]] = defaultdict(deque)
         self._unsaid: Alarm | None = None  # as there is no connection yet
         if given is not None:
             self.listen(given)
@@ -480,15 +459,10 @@ class Groups:
 
         label = f"group {ids} of {outer.label}"
         workers = Workers(
-            connect, ranks.index(outer.rank), len(ranks), counts[outer.rank], label,
-            outer=outer, ranks=ranks, key=key,
+            connect, ranks.index(outer.rank), len(ranks), counts[outer.rank], label, None,
+            outer, ranks, key,
         )  # fmt: skip
         return workers
-
-    @property
-    def are_merging(self) -> bool:
-        """True if a merge function of one is running."""
-        return any(workers.merging is not None for workers in self)
 
     # ---- alarms --------------------------------------------------------------------------
 
@@ -501,26 +475,37 @@ class Groups:
 
     def raise_alarm(self, origin: int, function: str, cause: str) -> None:
         """Tell the other workers that a run has failed here, before the frame that says so."""
-        workers = self._workers
-        counts = {each.key: each.num_sent for each in self}
-        alarm = Alarm(self._num_ends + self._num_ending, origin, function, cause, counts)
-        if workers._communicator is None:
+        alarm, communicator = self._alarm(origin, function, cause), self._workers._communicator
+        if communicator is None:
             self._unsaid = alarm
-        elif workers.has_others:
+        else:
+            self._tell(communicator, alarm)
+
+    def leave(self, communicator: Communicator, cause: str) -> None:
+        """Tell those who wait in a group, or are about to, that this worker does not come to it."""
+        self._tell(communicator, self._alarm(self._workers.rank, "", cause))
+
+    def _alarm(self, origin: int, function: str, cause: str) -> Alarm:
+        counts = {each.key: each.num_sent for each in self}
+        return Alarm(self._num_ends + self._num_ending, origin, function, cause, counts)
+
+    def _tell(self, communicator: Communicator, alarm: Alarm) -> None:
+        if self._workers.has_others:
             with suppress(LoopMismatchError):  # a group of one loop, which has ended with it
-                workers._communicator._alarm(alarm.number, alarm.encode())
+                communicator._alarm(alarm.number, alarm.encode())
 
     def _heard(self, rank: int, number: int, text: str) -> None:
         if number < self._num_ends + self._num_ending:
             return  # that is known here
-        self._alarms[rank] = Alarm.decode(rank, number, text)
+        self._alarms[number, rank] = Alarm.decode(rank, number, text)
         if self._workers._running is not None:
             self.heed(self._workers._running)
 
     def heed(self, run: WorkersRun) -> None:
         """End a run, soon, if it waits in a group for a worker that does not come to it."""
-        for rank, alarm in self._alarms.items():
-            for workers in self:
+        known = self._num_ends + self._num_ending
+        for (number, rank), alarm in sorted(self._alarms.items(), key=itemgetter(0)):
+            for workers in self if number >= known else ():
                 is_waiting = rank in workers.ranks and workers.queue
                 if is_waiting and not alarm.comes_to(workers.key, workers.num_sent):
                     asyncio.get_running_loop().call_soon(run.end_by, alarm)
@@ -544,6 +529,23 @@ class Groups:
         """Number of ends of runs that are known here, and have not been settled."""
         return len(self._failures) + self._is_ending
 
+    def hold(self, exchange: Exchange[Any]) -> bool:
+        """Keep an exchange if nothing may be sent in its group now; it enters as soon as it may.
+
+        Exchanges of a group enter in the order in which they come, so one waits as well if others
+        do that came before it.
+        """
+        held = self._held[exchange.run.workers]
+        if not held and not self.holds(partial(self._let_in, held)):
+            return False
+        held.append(exchange)
+        return True
+
+    def _let_in(self, held: deque[Exchange[Any]]) -> None:
+        if not self.holds(partial(self._let_in, held)):
+            while held:
+                held.popleft().enter(was_held=True)
+
     def holds(self, fn: Callable[[], object]) -> bool:
         """Tell whether nothing may be sent in a group now; then something is called later."""
         queue = self._workers.queue
@@ -560,12 +562,13 @@ class Groups:
         """
         self._is_ending = True
         try:
-            own = {json.dumps(ids): workers.num_sent for ids, workers in self._of.items()}
+            groups = tuple(self._of.items())  # a device thread may make another
+            own = {json.dumps(ids): workers.num_sent for ids, workers in groups}
             told = await gather_bytes(communicator, json.dumps(own).encode())
         finally:
             self._is_ending = False
         self._num_ends += 1
-        self._alarms = {r: a for r, a in self._alarms.items() if a.number >= self._num_ends}
+        self._alarms = {n: a for n, a in self._alarms.items() if n[0] >= self._num_ends}
         rows: list[dict[str, int]] = list(map(json.loads, told))
         first = self._workers.first_replica
         mine = range(first, first + self._workers.num_local_replicas)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import nullcontext
 from contextvars import copy_context
 from functools import partial
+from itertools import chain
 from typing import Any, final
 
 from ..context import PLACE, CurrentStrategy, Place
@@ -201,7 +202,7 @@ class ReplicaGroup:
             raise error
         for error in self.point.unseen.values():  # of reductions whose handle nobody has read
             raise error
-        warn_never_awaited(self.replicas)
+        warn_never_awaited(self.replicas, self.point.everyone)
         return [replica.work.result() for replica in self.replicas if replica.work is not None]
 
     def forget(self) -> None:
@@ -307,7 +308,7 @@ class ReplicaGroup:
 
     def _forgotten(self, replica: Replica, error: BaseException | None) -> None:
         """Close coroutines that were never started; without another error that fails the run."""
-        lines, given_up = replica.not_awaited(), replica.given_up()
+        lines, given_up = replica.not_awaited(self.point.everyone), replica.given_up()
         replica.close_unawaited()
         if error is not None or self.is_aborted:
             return
@@ -373,8 +374,8 @@ class ReplicaGroup:
         """
         if self.is_aborted:
             return
-        unawaited = [line for replica in self.replicas for line in replica.not_awaited()]
-        error = mismatch_error(mismatch, self.step, unawaited, self._recorder.history())
+        lines = chain.from_iterable(each.not_awaited(self.point.everyone) for each in self.replicas)
+        error = mismatch_error(mismatch, self.step, [*lines], self._recorder.history())
         if withdrew is not None and self._loop is not None:
             self._withdrawn = withdrew
             self._unwind_timer = self._loop.call_later(UNWIND_S, self._cancel_withdrawn)

@@ -191,6 +191,9 @@ class SyncGroup:
     @property
     def global_members(self) -> tuple[int, ...]:
         """The ids of the members among the replicas of all workers."""
+        across = self.run.across
+        if across is not None and not self.is_partial:
+            return tuple(range(across.num_replicas))
         return self._ids or tuple(map(self.global_id, self.members))
 
     @property

@@ -77,13 +77,16 @@ class Replica:
         number = self.sequences[group] = self.sequences.get(group, 0) + 1
         return number
 
-    def not_awaited(self) -> list[str]:
+    def not_awaited(self, everyone: SyncGroup) -> list[str]:
         """Name the calls whose coroutine has not been started so far.
 
         What is not a collective may be given up before that: nobody waits for it.
+
+        Args:
+            everyone: All replicas of the run.
         """
         return [
-            f"replica {self.replica_id}: {call.describe()} at {call.site}"
+            f"replica {everyone.global_id(self.replica_id)}: {call.describe()} at {call.site}"
             for call, coroutine in self.unawaited.items()
             if call.sequence or getcoroutinestate(coroutine) != CORO_CLOSED
         ]
@@ -121,8 +124,12 @@ def who_withdrew(replicas: Sequence[Replica], woken: Replica) -> Replica:
     return (grown or earlier or [woken])[0]
 
 
-def warn_never_awaited(replicas: Sequence[Replica]) -> None:
+def warn_never_awaited(replicas: Sequence[Replica], everyone: SyncGroup) -> None:
     """Warn of every handle whose result was not asked for, once per call site.
+
+    Args:
+        replicas: Those of this worker.
+        everyone: All replicas of the run.
 
     Warns:
         RuntimeWarning: At the line of the call.
@@ -131,7 +138,7 @@ def warn_never_awaited(replicas: Sequence[Replica]) -> None:
     for replica in replicas:
         for call in replica.started:
             where = (call.file, call.line, call.describe())
-            found.setdefault(where, []).append(replica.replica_id)
+            found.setdefault(where, []).append(everyone.global_id(replica.replica_id))
     for (file, line, text), ids in found.items():
         who = f"replica{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids))}"
         warnings.warn_explicit(

@@ -10,7 +10,15 @@ from typing import TypeVar, final
 
 from .._functions import require_finished, require_no_yield
 from ..checkpoint import Savepoint
-from ..cluster import ClusterResolver, Communicator, LocalCommunicator, Workers, connect, resolve
+from ..cluster import (
+    ClusterResolver,
+    Communicator,
+    LocalCommunicator,
+    Workers,
+    connect,
+    is_added,
+    resolve,
+)
 from ..collectives import CommunicationOptions, gather_bytes, require_options
 from ..devices import Device
 from ._mirrored import chosen_devices, new_mirrored
@@ -87,7 +95,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             partial(_connect, chosen, options),
             rank, size, len(devices), "MultiWorkerMirroredStrategy",
             chosen if isinstance(chosen, Communicator) else None,
-            is_new=isinstance(chosen, LocalCommunicator) and chosen.is_new,
+            is_new=chosen.is_new if isinstance(chosen, Communicator) else is_added(chosen),
         )  # fmt: skip
         known = None if isinstance(chosen, Communicator) else chosen
         self._resize_fns: list[Callable[[], object]] = []
@@ -97,10 +105,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         """Go on with the workers that are left, after one was lost; all of them must call this.
 
         For a `WorkerLostError` of an engine that can go on: MPI started as `mpirun --with-ft ulfm`,
-        and a `LocalCommunicator`; there also for a `StallError`, whose workers are evicted: they
-        get a `WorkerLostError` when they come back. Waits for the run in progress to end. Workers
-        are numbered anew, in their order, and replicas with them; a `cluster_resolver` then counts
-        those who are left, without their addresses. Loops over datasets are ended; with
+        and a `LocalCommunicator`. Also for a `StallError`, whose workers are evicted: with ULFM
+        they are killed if they are on this host, and waited for elsewhere until they are gone; with
+        a `LocalCommunicator` they get a `WorkerLostError` when they come back. Waits for the run in
+        progress to end. Workers are numbered anew, in their order, and replicas with them; a
+        `cluster_resolver` then counts those who are left, without their addresses. Loops over
+        datasets are ended; with
         `sharding="data"` or `"off"` the next one is shared out among those who are left, and with
         `"file"` what is left of the files. Functions that were given to `on_resize` are called at
         the end.
@@ -144,7 +154,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         epoch is shared out, as by `shrink`; functions that were given to `on_resize` are called at
         the end.
 
-        For a `LocalCommunicator` that knows how to start them.
+        For MPI, which starts them as this worker was; it needs as many free slots. And for a
+        `LocalCommunicator` that knows how to start them.
 
         Args:
             num_workers: How many there are to be.

@@ -5,6 +5,9 @@ to raise a `WorkerLostError` that names it, within 5 seconds, and once more in t
 with ULFM survivors also shrink, and end with the numbers that a single worker computes. With plain
 MPI the launcher ends all workers.
 
+And in one launch `--replaced` workers are killed or frozen at random: the others go on, with a new
+one each time, and no example of the epoch is lost or repeated.
+
 `--repeat 20` does each of it twenty times. Exits with 1 if anything else happens than that.
 """
 
@@ -13,8 +16,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tests.cluster_engines.launching import (
+    BEYOND_ONE_LAUNCH,
     STRATEGY_PROGRAM,
     ULFM,
     Launch,
@@ -58,6 +64,19 @@ def shrunk(size: int, turn: int) -> float:
     return launch.seconds
 
 
+def replaced(size: int, kills: int, turn: int) -> float:
+    """End workers one after the other; return the most seconds until one was replaced."""
+    with TemporaryDirectory() as folder:
+        argument = f"{size},{kills},{turn},{folder}"
+        options = {**BEYOND_ONE_LAUNCH, "TEST_TIMEOUT_S": "8"}
+        launch = mpi(size, "replace", argument, options=ULFM, program=STRATEGY_PROGRAM, **options)
+        assert len(list(Path(folder).iterdir())) == kills, launch.output
+    assert sorted(row["rank"] for row in launch.said) == list(range(size)), launch.output
+    waits = [wait for row in launch.said for wait in row["waits"]]
+    assert all(row["learned"] for row in launch.said), launch.said
+    return max(waits)
+
+
 def ended_by_launcher(size: int, turn: int) -> float:
     """Kill one worker of plain MPI; the launcher ends the others. Return the seconds of all."""
     launch = mpi(size, "kill", str(turn % size), program=STRATEGY_PROGRAM)
@@ -89,9 +108,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--only", default="", help="a part of the names of cases")
+    parser.add_argument("--replaced", type=int, default=5, help="how many in one launch")
     options = parser.parse_args(arguments)
     num_failed = 0
-    for name, case in CASES.items():
+    kills = options.replaced
+    several = {f"ulfm, 3 workers, {kills} replaced": lambda turn: replaced(3, kills, turn)}
+    for name, case in {**CASES, **several}.items():
         if options.only not in name:
             continue
         seconds = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
+import random
 import signal
 import sys
 import threading
@@ -47,16 +48,22 @@ def rank_of(strategy: ar.MultiWorkerMirroredStrategy) -> int:
 class Training:
     """A model whose weights show which examples it has seen, how often, and in which step."""
 
-    def __init__(self, strategy: ar.MultiWorkerMirroredStrategy, victims: dict[int, int]) -> None:
+    def __init__(
+        self,
+        strategy: ar.MultiWorkerMirroredStrategy,
+        victims: dict[int, int],
+        num_steps: int = NUM_STEPS,
+    ) -> None:
         self.strategy = strategy
+        self.num_examples = BATCH * num_steps
         self.victims = victims  # by the step in which each dies
         self.first_rank = rank_of(strategy)
         self.began = time.monotonic()
         with strategy.scope():
-            self.seen = ar.Variable(np.zeros(BATCH * NUM_STEPS), name="seen")
+            self.seen = ar.Variable(np.zeros(self.num_examples), name="seen")
             self.sgd = ar.optimizers.SGD(1.0, momentum=0.5)
         self.settings = {"steps": 0}
-        data = ar.ArrayDataset(np.arange(BATCH * NUM_STEPS), batch_size=BATCH)
+        data = ar.ArrayDataset(np.arange(self.num_examples), batch_size=BATCH)
         self.batches = strategy.distribute_dataset(data, ar.InputOptions(sharding="data"))
         self.state = {
             "seen": self.seen, "sgd": self.sgd, "batches": self.batches, "settings": self.settings,
@@ -64,30 +71,64 @@ class Training:
         self.kept = Savepoint(self.state)
 
     async def step(self, batch: Any) -> None:
-        gradient = np.zeros(BATCH * NUM_STEPS)
+        gradient = np.zeros(self.num_examples)
         gradient[batch] = -1.0
         large = me().start_all_reduce("sum", np.ones(200_000))
-        if self.victims.get(self.settings["steps"]) == self.first_rank:
-            os.kill(os.getpid(), signal.SIGKILL)
+        self.may_end(self.settings["steps"])
         await self.sgd.apply_gradients([(gradient, self.seen)])
         await large
 
-    async def to_the_end(self) -> None:
+    def may_end(self, step: int) -> None:
+        """Kill this worker, if it is its turn."""
+        if self.victims.get(step) == self.first_rank:
+            kill_me()
+
+    async def to_the_end(self, until: int | None = None) -> None:
         async for batch in self.batches:
             self.began = time.monotonic()
             await self.strategy.run(self.step, (batch,))
             self.settings["steps"] += 1
             self.kept = Savepoint(self.state)
+            if self.settings["steps"] == until:
+                break
 
     def learned(self) -> Any:
         slots = [variable.value.tolist() for variable in self.sgd.variables]
         return [self.seen.value.tolist(), slots, self.settings["steps"]]
 
 
-async def alone() -> Any:
+class Hunted(Training):
+    """Training in which a worker of any rank is killed in some steps, once in each.
+
+    One of five is frozen, two are killed at once, and two some milliseconds later, anywhere.
+    """
+
+    marks: Path  # files with the names of the steps in which one was killed
+    seed: str
+
+    def may_end(self, step: int) -> None:
+        mark = self.marks / str(step)
+        if rank_of(self.strategy) != self.victims.get(step) or mark.exists():
+            return
+        mark.touch()
+        count = len(list(self.marks.iterdir()))
+        if count % 5 == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            signal.pause()  # another thread may take the signal first
+        if count % 2:
+            kill_me()
+        delay_s = random.Random(f"{self.seed} {step}").uniform(0, 0.02)
+        threading.Timer(delay_s, kill_me).start()
+
+
+def kill_me() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def alone(num_steps: int = NUM_STEPS) -> Any:
     """Return what a worker without others learns: the same numbers, since all are exact."""
     async with ar.MultiWorkerMirroredStrategy(ar.cluster.ClusterResolver()) as strategy:
-        training = Training(strategy, {})
+        training = Training(strategy, {}, num_steps)
         async with training.batches:
             await training.to_the_end()
         return training.learned()
@@ -141,8 +182,66 @@ async def shrink(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any
     }
 
 
+async def grow(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
+    """Become "4" workers after three steps; with "4,1" worker 1 is killed later, and replaced."""
+    size, *killed = map(int, argument.split(","))
+    expected = await alone()
+    workers = strategy._runtime.workers
+    assert workers is not None
+    was_new, lost = workers.is_new, []
+    training = Training(strategy, dict.fromkeys([6], killed[0]) if killed else {})
+    async with training.batches:
+        if not was_new:
+            await training.to_the_end(3)
+        await strategy.grow(size, training.kept)
+        while True:
+            try:
+                await training.to_the_end()
+                break
+            except WorkerLostError as error:
+                lost.append(list(error.ranks))
+                await strategy.shrink(training.kept)
+                await strategy.grow(size, training.kept)
+    await strategy.check_in_sync(strategy.trainable_variables)
+    return {
+        "rank": rank_of(strategy),
+        "replicas": strategy.num_replicas_in_sync,
+        "was new": was_new,
+        "lost": lost,
+        "learned": training.learned() == expected,
+    }
+
+
+async def replace(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
+    """End workers at random and replace them: "3,20,SEED,FOLDER" for 20 of 3 at any time."""
+    size, kills, seed, folder = argument.split(",", 3)
+    num_steps, drawn = 10 * int(kills) + 5, random.Random(seed)
+    steps = drawn.sample(range(num_steps - 5), int(kills))
+    training = Hunted(strategy, {step: drawn.randrange(int(size)) for step in steps}, num_steps)
+    training.marks, training.seed = Path(folder), seed
+    began, waits = 0.0, []
+    async with training.batches:
+        while True:
+            try:
+                if began:
+                    await strategy.shrink(training.kept)
+                await strategy.grow(int(size), training.kept)
+                if began:
+                    waits.append(time.monotonic() - began)
+                await training.to_the_end()
+                break
+            except (StallError, WorkerLostError):
+                began = time.monotonic()
+    await strategy.check_in_sync(strategy.trainable_variables)
+    return {
+        "rank": rank_of(strategy),
+        "learned": training.learned() == await alone(num_steps),
+        "waits": waits,
+    }
+
+
 async def evict(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
-    """Worker 1 stops; the other one ends its process and goes on to the end."""
+    """Worker 1 stops; the other one goes on without it, to the end."""
     expected = await alone()
     training = Training(strategy, {})
     workers = strategy._runtime.workers
@@ -151,7 +250,6 @@ async def evict(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
     async with training.batches:
         await strategy.run(training.step, (np.arange(0),))
         communicator = await workers.connect()
-        processes = (await communicator.all_gather(os.getpid())).tolist()
         if training.first_rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
             await asyncio.Event().wait()  # another thread may take the signal first
@@ -161,7 +259,6 @@ async def evict(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
         except StallError as error:
             told.append(list(error.ranks))
             communicator._timeout = TIMEOUT_S
-            os.kill(processes[1], signal.SIGKILL)
             await strategy.shrink(training.kept)
         await training.to_the_end()
     size = strategy.num_replicas_in_sync
@@ -434,7 +531,8 @@ def _copied(strategy: ar.MultiWorkerMirroredStrategy) -> str:
 
 async def main(scenario: str, argument: str) -> None:
     ar.set_logical_devices("cpu", 2)
-    options = ar.CommunicationOptions(timeout_seconds=TIMEOUT_S)
+    timeout_s = float(os.environ.get("TEST_TIMEOUT_S", TIMEOUT_S))
+    options = ar.CommunicationOptions(timeout_seconds=timeout_s)
     strategy = ar.MultiWorkerMirroredStrategy(options=options)
     rank = rank_of(strategy)
     async with strategy:
