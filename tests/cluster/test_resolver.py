@@ -53,6 +53,15 @@ def test_without_a_launcher_there_is_one_worker() -> None:
     assert (alone.cluster_spec, alone.coordinator_address) == ({}, None)
 
 
+@pytest.mark.parametrize("launcher", [OPEN_MPI, MPICH])
+def test_workers_that_mpi_has_added_come_behind_the_others(launcher: dict[str, str]) -> None:
+    started = resolve(launcher)
+    added = resolve({**launcher, "AIOREPLICA_WORKERS_BEFORE": "3"})
+
+    assert (added.rank, added.num_workers) == (3 + (started.rank or 0), 5)
+    assert added.source == f"{started.source}, added by strategy.grow"
+
+
 @pytest.mark.parametrize("index", [1, "1"])
 def test_tf_config(index: object) -> None:
     task = {"type": "worker", "index": index}
@@ -139,6 +148,7 @@ def test_malformed_tf_config(config: str, error: type[Exception], text: str) -> 
         ({**TORCHRUN, "MASTER_PORT": "0"}, "coordinator_address"),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE has to be a whole number, got None"),
         ({**MPICH, "PMI_SIZE": "0"}, "num_workers is 1 or more"),
+        ({**MPICH, "AIOREPLICA_WORKERS_BEFORE": "no"}, "WORKERS_BEFORE has to be a whole number"),
         ({**SLURM, "SLURM_STEP_NODELIST": "gpu[8"}, "A list of hosts"),
         ({**SLURM, "SLURM_STEP_NODELIST": "gpu[9-8]"}, "A list of hosts"),
         ({**SLURM, "SLURM_STEP_NODELIST": "gpu[0-9999999]"}, "more than 1000000"),
