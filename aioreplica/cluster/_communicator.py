@@ -31,7 +31,7 @@ from ..typing import ReduceOp
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
 COMPLETE = "all_gather of parts"
 BROADCAST, BARRIER, AGREE = "broadcast", "barrier", "agreement"
-LOST, STALLED, ENDED, CLOSED = "lost", "stalled", "ended", "closed"
+LOST, STALLED, CROSSED, ENDED, CLOSED = "lost", "stalled", "crossed", "ended", "closed"
 MAX_REASON = 400  # characters; a note from one worker to the others has a fixed size
 NOTHING = np.empty(0, np.uint8)
 
@@ -92,7 +92,8 @@ class Failure:
     """Reason for the end of a group, in the same words on all of its workers.
 
     Attributes:
-        kind: LOST, STALLED, ENDED (by `abort`), or CLOSED (this communicator only).
+        kind: LOST, STALLED (some do not come), CROSSED (all wait, for each other), ENDED (by
+            `abort`), or CLOSED (this communicator only).
         text: What happened, and what to do.
         ranks: Whom it is about, as far as that is known.
         timeout: The timeout that was over, in seconds.
@@ -107,7 +108,7 @@ class Failure:
         """Return a new error, so that each who waits gets one with a traceback of its own."""
         if self.kind == CLOSED:
             return ContextError(self.text)
-        if self.kind == STALLED:
+        if self.kind in (STALLED, CROSSED):
             return StallError(self.text, timeout_s=self.timeout, ranks=self.ranks)
         return WorkerLostError(self.text, ranks=self.ranks)
 

@@ -15,6 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
@@ -55,6 +56,11 @@ ULFM_VARIABLE = "OMPI_MCA_mpi_ft_enable"  # which `mpirun --with-ft ulfm` sets
 EXIT_S = 2.0  # for the others to hear why a group has ended, before this process goes
 PAIRS = 8  # workers that exchange with each other directly: measured to be faster than MPI's own
 MAX_TAG = 30_000  # every MPI has at least 32,767
+
+
+FOLDER = "."  # in which the paths of the command line are meant
+with suppress(OSError):  # it was deleted
+    FOLDER = str(Path.cwd())
 
 
 @final
@@ -105,7 +111,14 @@ class MpiCommunicator(EngineCommunicator):
         what, fn = "shrink the group", partial(transport.shrunk, hang)
         if num_new:
             what, fn = "grow the group", partial(transport.grown, num_new)
-        resized = await runtime.run(what, self.timeout, fn)
+        try:
+            resized = await runtime.run(what, self.timeout, fn)
+        except StallError as error:  # nothing goes on behind this call
+            self._end_all(Failure(STALLED, str(error), timeout=self.timeout))
+            raise
+        except WorkerLostError as error:
+            self._end_all(Failure(LOST, str(error), error.ranks))
+            raise
         link = Link(resized, runtime.poller)
         return MpiCommunicator(link, tuple(range(resized.size)), self.timeout)
 
@@ -189,13 +202,21 @@ class MpiRuntime:
         return self.joined(self.mpi.Comm.Get_parent(), is_new=True)
 
     def joined(self, link: Any, *, is_new: bool) -> MpiTransport:
-        """Return a transport between the workers on both sides of a link, the new ones behind."""
-        comm = link.Merge(high=is_new)
-        link.Disconnect()  # else Open MPI looks at it in the end, and ends in a fault
-        comm.Set_errhandler(self.mpi.ERRORS_RETURN)
-        # All end MPI or none: who does waits for the others.
-        self.failed = comm.allreduce(self.failed, op=self.mpi.LOR)
-        return MpiTransport(self.mpi, comm, self)
+        """Return a transport between the workers on both sides of a link, the new ones behind.
+
+        Raises:
+            WorkerLostError: If one of them is gone.
+        """
+        try:
+            comm = link.Merge(high=is_new)
+            link.Disconnect()  # else Open MPI looks at it in the end, and ends in a fault
+            comm.Set_errhandler(self.mpi.ERRORS_RETURN)
+            # All end MPI or none: who does waits for the others.
+            self.failed = comm.allreduce(self.failed, op=self.mpi.LOR)
+            return MpiTransport(self.mpi, comm, self)
+        except self.mpi.Exception as error:
+            who = "those who started this worker" if is_new else "the new workers"
+            raise WorkerLostError(f"MPI could not meet {who}: {error}") from error
 
     def _start(self) -> None:
         mpi = import_mpi()
@@ -239,8 +260,21 @@ class MpiRuntime:
         that, as shrinking needs workers that are gone, so all are ended.
         """
         sleep(EXIT_S)
-        if self.is_stalled and os.environ.get(ULFM_VARIABLE, "0") not in ("0", "false"):
+        if self.is_stalled and survives_losses():
             self.newest.Abort(1)
+
+
+def survives_losses() -> bool:
+    """Tell whether MPI was started so that workers live on if another one dies."""
+    return os.environ.get(ULFM_VARIABLE, "0") not in ("0", "false")
+
+
+def shrink_error() -> ContextError:
+    """Return the error of an MPI that ends with its first worker."""
+    return ContextError(
+        "This MPI cannot go on after the loss of a worker. Start the workers with "
+        "`mpirun --with-ft ulfm` of Open MPI, or restart all of them."
+    )
 
 
 def import_mpi() -> ModuleType:
@@ -449,9 +483,14 @@ class MpiTransport(Transport):
 
         Args:
             hang: Workers that have not gone, but do not come. Those on this host are ended.
+
+        Raises:
+            ContextError: If this MPI was not told to survive a loss.
         """
         mpi = self._mpi
-        for rank in hang:
+        if not survives_losses():
+            raise shrink_error()
+        for rank in () if self.rank in hang else hang:
             if end_process(self._processes[rank]):
                 number = self._processes[rank].number
                 LOGGER.warning("Worker %d hangs: its process %d was killed.", rank, number)
@@ -459,31 +498,35 @@ class MpiTransport(Transport):
             smaller = self._comm.Shrink()
             transport = MpiTransport(mpi, smaller, self._runtime)
         except NotImplementedError:
-            raise ContextError(
-                "This MPI cannot go on after the loss of a worker. Start the workers with "
-                "`mpirun --with-ft ulfm` of Open MPI, or restart all of them."
-            ) from None
+            raise shrink_error() from None
         except mpi.Exception as error:
             raise WorkerLostError(f"MPI could not shrink the group: {error}") from error
         self._runtime.is_stalled = False  # who had stopped is gone
         return transport
 
     def grown(self, num_new: int) -> MpiTransport:
-        """Start workers as this one was, and return a transport between all there are then."""
+        """Start workers as this one was, and return a transport between all there are then.
+
+        Raises:
+            ContextError: If MPI cannot start them.
+            WorkerLostError: If a worker is gone.
+        """
         mpi = self._mpi
-        info = mpi.Info.Create({"wdir": str(Path.cwd())})
+        info = mpi.Info.Create({"wdir": FOLDER})
         arguments = [f"{WORKERS_BEFORE}={self.size}", sys.executable, *sys.orig_argv[1:]]
+        if survives_losses():
+            arguments.insert(0, f"{ULFM_VARIABLE}=1")
         try:
             started = self._comm.Spawn("env", arguments, num_new, info)
         except mpi.Exception as error:
+            failure = self.explain(error, "grow")
+            if failure is not None and failure.kind == LOST:
+                raise failure.error() from error
             raise ContextError(
                 f"MPI could not start {num_new} more workers: {error}. The launcher needs as many "
                 "free slots: `mpirun --map-by :OVERSUBSCRIBE`, or a host file that has them."
             ) from error
-        try:
-            return self._runtime.joined(started, is_new=False)
-        except mpi.Exception as error:
-            raise WorkerLostError(f"MPI could not meet the new workers: {error}") from error
+        return self._runtime.joined(started, is_new=False)
 
 
 @lru_cache(maxsize=1024)

@@ -12,7 +12,7 @@ from typing import final
 from ..devices import is_ctrl_c
 from ..errors import ContextError, MergeMismatchError, ReplicaRow, WorkerLostError
 from ..replica import cause_of_unwinding, format_rows
-from ._communicator import STALLED, Call, Communicator, Failure
+from ._communicator import CROSSED, Call, Communicator, Failure
 from ._frame import Frame, FrameKind, digest_of
 
 SHOWN = 600
@@ -193,7 +193,7 @@ def crossed_failure(
         f"Worker {own} has waited {timeout:g} s in {here[0]} of {here[1]}, while {where}. Workers "
         "must make the calls of groups that overlap in one order."
     )
-    return Failure(STALLED, text, tuple(sorted((own, *elsewhere))), timeout)
+    return Failure(CROSSED, text, tuple(sorted((own, *elsewhere))), timeout)
 
 
 def group_in_words(ranks: tuple[int, ...]) -> str:

@@ -376,7 +376,7 @@ class Workers:
         if is_ctrl_c():
             self.abandon()
         if not self.queue and self._communicator is None and self._broken is None:
-            if self._given is not None:  # the others may wait in the first operation
+            if self._given is not None and not self._given.is_closed:  # the others may wait
                 self.groups.leave(self._given, "")
                 await self._given.aclose()
             return
@@ -587,6 +587,7 @@ class Groups:
         """Close the splits, and forget the groups."""
         groups, self._of = self._of, {}
         self._num_ends, self._alarms, self._unsaid = 0, {}, None
+        self._held.clear()
         for workers in groups.values():
             if workers._communicator is not None:
                 await workers._communicator.aclose()

@@ -168,7 +168,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                 what is above changes nothing.
             MergeMismatchError: If not all workers ask for as many. Nothing is changed.
             StallError: If a worker did not come before the timeout: names it. Call `shrink` to go
-                on without.
+                on without. With MPI it is the end: start all again.
             WorkerLostError: If a worker was lost meanwhile: call `shrink`.
             CheckpointError: If workers have savepoints of different states.
             Exception: What a function of `on_resize` raises.

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from aioreplica.cluster import _mpi
 from aioreplica.cluster._communicator import ENDED, LOST
-from aioreplica.cluster._mpi import MpiRuntime, MpiTransport, tag_of
+from aioreplica.cluster._mpi import ULFM_VARIABLE, MpiRuntime, MpiTransport, tag_of
+from aioreplica.cluster._processes import this_process
 from aioreplica.cluster._transport import WAITING, Note
+from aioreplica.errors import ContextError
 
 CLASSES = ("PROC_FAILED", "PROC_FAILED_PENDING", "REVOKED", "IN_STATUS", "TRUNCATE")
 
@@ -92,3 +95,33 @@ def test_tags_of_groups_differ_and_fit() -> None:
     assert len({tag_of(name, 2**31 - 1) for name in names}) == len(names)
     small = [tag_of(name, 32_767) for name in names]
     assert 1 <= min(small) <= max(small) <= 32_767
+
+
+def test_without_ulfm_a_group_cannot_shrink_and_nobody_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(ULFM_VARIABLE, raising=False)
+    monkeypatch.setattr(_mpi, "end_process", lambda _: pytest.fail("it was killed"))
+
+    with pytest.raises(ContextError, match="--with-ft ulfm"):
+        transport_that_lost(0).shrunk([0])
+
+
+@pytest.mark.parametrize(("hang", "killed"), [((0, 2), [0, 2]), ((0, 1), []), ((), [])])
+def test_who_hangs_is_killed_but_not_by_one_that_is_named_too(
+    monkeypatch: pytest.MonkeyPatch, hang: tuple[int, ...], killed: list[int]
+) -> None:
+    monkeypatch.setenv(ULFM_VARIABLE, "1")
+    ended: list[int] = []
+    monkeypatch.setattr(_mpi, "end_process", lambda process: ended.append(process.number))
+    transport = transport_that_lost()
+    transport._processes = [this_process()._replace(number=rank) for rank in range(3)]
+
+    def shrink() -> None:
+        raise NotImplementedError
+
+    transport._comm = SimpleNamespace(Shrink=shrink)
+    with pytest.raises(ContextError, match="cannot go on"):
+        transport.shrunk(hang)
+
+    assert ended == killed

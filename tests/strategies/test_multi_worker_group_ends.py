@@ -9,6 +9,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.cluster import LocalCommunicator
+from aioreplica.devices import lane_table
 from aioreplica.errors import ContextError, StallError, WorkerLostError
 from aioreplica.strategies import MultiWorkerMirroredStrategy as Strategy
 from tests.strategies.workers import on_workers, outcomes, strategies
@@ -210,3 +211,33 @@ async def test_a_failure_in_a_split_names_workers_by_their_ranks_among_all() -> 
         assert error.ranks == (1, 2)
         assert "Worker 2 called all_reduce(float64[2]" in str(error)
         assert "where worker 1 called" in str(error)
+
+
+@pytest.mark.explore(schedules=4)
+async def test_nobody_is_evicted_for_a_circle_of_groups() -> None:
+    """Both named workers are well: the order of their calls differs."""
+
+    async def step(rank: int) -> Any:
+        for ids in [(0, 1), (0, 2), (1, 2)]:  # makes what is made once
+            if rank in ids:
+                await me().group(ids).barrier()
+        for ids in [((0, 2), (0, 1)), ((0, 1), (1, 2)), ((1, 2), (0, 2))][rank]:
+            await me().group(ids).all_reduce("sum", 1)
+
+    async def program(strategy: Strategy) -> Any:
+        with pytest.raises(StallError, match="waits in all_reduce"):
+            await strategy.run(step, (rank_of(strategy),))
+        await strategy.shrink()
+        return strategy.num_replicas_in_sync
+
+    assert await on_workers(3, 1, program, timeout=30.0) == [3, 3, 3]
+
+
+async def test_to_close_twice_leaves_no_lane() -> None:
+    made = strategies(2, 1)
+    await outcomes(made, [lambda strategy: strategy.reduce("sum", ar.PerReplica([1]))] * 2)
+    closed = set(lane_table()._lanes)
+    for strategy in made:
+        await strategy.aclose()
+
+    assert set(lane_table()._lanes) <= closed
