@@ -68,7 +68,7 @@ def replaced(size: int, kills: int, turn: int) -> float:
     """End workers one after the other; return the most seconds until one was replaced."""
     with TemporaryDirectory() as folder:
         argument = f"{size},{kills},{turn},{folder}"
-        options = {**BEYOND_ONE_LAUNCH, "TEST_TIMEOUT_S": "8"}
+        options = {**BEYOND_ONE_LAUNCH, "TEST_TIMEOUT_S": "25"}
         launch = mpi(size, "replace", argument, options=ULFM, program=STRATEGY_PROGRAM, **options)
         assert len(list(Path(folder).iterdir())) == kills, launch.output
     assert sorted(row["rank"] for row in launch.said) == list(range(size)), launch.output

@@ -26,7 +26,8 @@ from typing import Any
 PROGRAM = str(Path(__file__).with_name("program.py"))
 STRATEGY_PROGRAM = str(Path(__file__).with_name("strategy_program.py"))
 ULFM = ("--with-ft", "ulfm")
-BEYOND_ONE_LAUNCH = {"OMPI_MCA_btl": "self,sm,tcp"}  # shared memory is for those of one only
+# Shared memory is for those of one launch only; and MPI spins while others start, maybe for long.
+BEYOND_ONE_LAUNCH = {"OMPI_MCA_btl": "self,sm,tcp", "TEST_TIMEOUT_S": "100"}
 ROOT = str(Path(__file__).parents[2])
 LIMIT_S = 240.0
 MEMORY = Path("/dev/shm")  # where the system has one: no timeout is for a slow disk
