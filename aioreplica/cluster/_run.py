@@ -499,9 +499,9 @@ def require_runnable(workers: Workers, what: str) -> None:
             f"Worker {workers.rank} was started by `strategy.grow`, and the others wait for it "
             "there. Call `await strategy.grow(num_workers, savepoint)` first, as they do."
         )
-    place = PLACE.get()
+    place, has_run = PLACE.get(), workers._running is not None
     is_own = place.strategy is not None and place.strategy.workers is workers
-    if (place.in_merge and is_own) or workers.outer is not None:
+    if (place.in_merge and is_own and has_run) or workers.outer is not None:
         raise ContextError(
             f"{what} was to run in a merge function of {workers.label}, whose run it would wait "
             "for. Call it outside the step; or in the merge function of a group, call the method "
