@@ -83,7 +83,7 @@ def serve(data: Path) -> int:
     disk = FlaggedDisk(flag_of(data))
     jobs = partial(Jobs, storage=partial(LocalStorage, calls=disk), longest_pause_s=0.5)
     vars(program)["Jobs"] = jobs
-    options = ["--port", "0", "--devices", "2", "--grace", "1", "--step-limit", "4"]
+    options = ["--port", "0", "--devices", "2", "--grace", "1", "--step-limit", "8"]
     return program.main([*options, "--data", str(data)])
 
 
