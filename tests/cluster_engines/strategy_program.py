@@ -92,6 +92,19 @@ class Training:
             if self.settings["steps"] == until:
                 break
 
+    async def in_spite_of_losses(self, size: int | None = None) -> list[list[int]]:
+        """Go on with those who are left, or become so many again; return who was lost."""
+        lost = []
+        while True:
+            try:
+                await self.to_the_end()
+                return lost
+            except WorkerLostError as error:
+                lost.append(list(error.ranks))
+                await self.strategy.shrink(self.kept)
+                if size is not None:
+                    await self.strategy.grow(size, self.kept)
+
     def learned(self) -> Any:
         slots = [variable.value.tolist() for variable in self.sgd.variables]
         return [self.seen.value.tolist(), slots, self.settings["steps"]]
@@ -161,15 +174,8 @@ async def shrink(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any
     victims = {3 * (i + 1): int(rank) for i, rank in enumerate(argument.split(","))}
     expected = await alone()
     training = Training(strategy, victims)
-    lost = []
     async with training.batches:
-        while True:
-            try:
-                await training.to_the_end()
-                break
-            except WorkerLostError as error:
-                lost.append(list(error.ranks))
-                await strategy.shrink(training.kept)
+        lost = await training.in_spite_of_losses()
     await strategy.check_in_sync(strategy.trainable_variables)
     return {
         "rank": rank_of(strategy),
@@ -188,20 +194,13 @@ async def grow(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
     expected = await alone()
     workers = strategy._runtime.workers
     assert workers is not None
-    was_new, lost = workers.is_new, []
+    was_new = workers.is_new
     training = Training(strategy, dict.fromkeys([6], killed[0]) if killed else {})
     async with training.batches:
         if not was_new:
             await training.to_the_end(3)
         await strategy.grow(size, training.kept)
-        while True:
-            try:
-                await training.to_the_end()
-                break
-            except WorkerLostError as error:
-                lost.append(list(error.ranks))
-                await strategy.shrink(training.kept)
-                await strategy.grow(size, training.kept)
+        lost = await training.in_spite_of_losses(size)
     await strategy.check_in_sync(strategy.trainable_variables)
     return {
         "rank": rank_of(strategy),
