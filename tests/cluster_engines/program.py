@@ -297,7 +297,7 @@ async def main(scenario: str, argument: str) -> None:
         )
     rank = resolver.rank if resolver is not None else ar.cluster.resolve().rank
     if scenario == "never" and rank == 1:
-        await asyncio.sleep(float(argument))
+        await until_said(argument, 2)
         return
     try:
         c = await connect(resolver, engine=os.environ.get("TEST_ENGINE"), timeout=timeout)
@@ -307,6 +307,9 @@ async def main(scenario: str, argument: str) -> None:
         async with c:
             result = await globals()[scenario](c, argument)
     say(rank, result)
+    if scenario == "never":
+        Path(argument, str(rank)).touch()
+        await until_said(argument, 2)  # a launcher may end all when the first one leaves
     for work in AT_END:
         await end_the_frozen(*work)
 

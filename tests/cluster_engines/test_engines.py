@@ -166,8 +166,8 @@ def test_survivors_shrink_and_go_on() -> None:
 
 
 @both
-def test_a_worker_that_never_comes(launch: Launcher) -> None:
-    launched = launch(3, "never", "8", TEST_TIMEOUT="4")
+def test_a_worker_that_never_comes(launch: Launcher, tmp_path: Path) -> None:
+    launched = launch(3, "never", str(tmp_path), TEST_TIMEOUT="4")
     assert sorted(launched.results) == [0, 2], (launched.codes, launched.output)
     for rank in (0, 2):
         row = launched.results[rank]
