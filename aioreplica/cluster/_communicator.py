@@ -363,8 +363,8 @@ class Communicator(ABC):
     async def shrink(self) -> Communicator:
         """Make a communicator of the workers that are left; all of them must call this.
 
-        After a `WorkerLostError` or a `StallError`, on MPI started as `mpirun --with-ft ulfm`, and
-        of a `LocalCommunicator`. Ranks keep their order; this one is closed next.
+        After a `WorkerLostError` or `StallError`, on MPI started as `mpirun --with-ft ulfm`, Gloo
+        without `torchrun`, and a `LocalCommunicator`. Ranks keep their order; close this one next.
 
         Raises:
             ContextError: If this engine cannot go on after the loss of a worker, or this is a

@@ -102,7 +102,7 @@ class EngineCommunicator(Communicator):
         if link.ended is None:
             link.ended = failure  # seen at once by a lane that waits in a call
         self._end_all(failure)
-        link.put(link.give_up).add_done_callback(_forget)
+        link.put(link.give_up).add_done_callback(forget)
 
     def _absent(self) -> tuple[int, ...] | None:
         try:
@@ -117,7 +117,7 @@ class EngineCommunicator(Communicator):
         return SplitCommunicator(self.link, outer, self.timeout, name)
 
     def _alarm(self, number: int, text: str) -> None:
-        self.link.alarm(self.group, number, text).add_done_callback(_forget)
+        self.link.alarm(self.group, number, text).add_done_callback(forget)
 
     async def _close(self) -> None:
         link = self.link
@@ -558,7 +558,7 @@ def _failure_of(error: BaseException) -> Failure:
     return Failure(ENDED, f"The engine's thread failed: {error!r}")
 
 
-def _forget(op: Op[Any]) -> None:
+def forget(op: Op[Any]) -> None:
     """Take an error that every later call raises anyway."""
     if not op.cancelled():
         op.exception()

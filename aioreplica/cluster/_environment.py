@@ -15,7 +15,12 @@ KUBERNETES_PORT = 2222
 MAX_HOSTS = 1_000_000
 
 WORKERS_BEFORE = "AIOREPLICA_WORKERS_BEFORE"
-"""The variable that tells workers which MPI has added how many there were before."""
+"""The variable that tells workers which were added how many there were before."""
+
+MEETING = "AIOREPLICA_MEETING"
+"""The variable that tells workers which were added with Gloo where in the store the others wait."""
+
+TORCH_VARIABLES = frozenset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
 
 ADDED = "added by strategy.grow"
 
@@ -46,10 +51,12 @@ def resolve(
         (1, 4, 'mpirun (Open MPI)')
     """
     values = dict(os.environ if environment is None else environment)
+    if values.keys() >= {WORKERS_BEFORE, *TORCH_VARIABLES}:  # the rest is of who has started it
+        return _from_torchrun(values, ADDED)
     if values.get("TF_CONFIG", "").strip():
         return _from_tf_config(values["TF_CONFIG"])
-    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= values.keys():
-        return _from_torchrun(values)
+    if values.keys() >= TORCH_VARIABLES:
+        return _from_torchrun(values, "torchrun")
     for source, rank, size in _MPI:
         if rank in values:
             return _of_mpi(values, rank, size, source)
@@ -107,9 +114,9 @@ def _from_tf_config(text: str) -> ClusterResolver:
     return ClusterResolver(cluster, str(task.get("type", "worker")), index, source=source)
 
 
-def _from_torchrun(values: Mapping[str, str]) -> ClusterResolver:
+def _from_torchrun(values: Mapping[str, str], source: str) -> ClusterResolver:
     return _ranked(
-        values, "RANK", "WORLD_SIZE", "torchrun",
+        values, "RANK", "WORLD_SIZE", source,
         address=f"{values['MASTER_ADDR']}:{values['MASTER_PORT']}",
     )  # fmt: skip
 

@@ -15,7 +15,6 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
@@ -34,7 +33,7 @@ from ._communicator import ENDED, LOST, STALLED, Failure, require_timeout
 from ._engine import EngineCommunicator, has_ended
 from ._environment import WORKERS_BEFORE
 from ._poller import Poller
-from ._processes import ProcessId, end_process, this_process
+from ._processes import FOLDER, ProcessId, end_hanging, own_command, this_process
 from ._rows import workers_in_words
 from ._transport import (
     ALARM,
@@ -56,11 +55,6 @@ ULFM_VARIABLE = "OMPI_MCA_mpi_ft_enable"  # which `mpirun --with-ft ulfm` sets
 EXIT_S = 2.0  # for the others to hear why a group has ended, before this process goes
 PAIRS = 8  # workers that exchange with each other directly: measured to be faster than MPI's own
 MAX_TAG = 30_000  # every MPI has at least 32,767
-
-
-FOLDER = "."  # in which the paths of the command line are meant
-with suppress(OSError):  # it was deleted
-    FOLDER = str(Path.cwd())
 
 
 @final
@@ -491,9 +485,7 @@ class MpiTransport(Transport):
         if not survives_losses():
             raise shrink_error()
         for rank in () if self.rank in hang else hang:
-            if end_process(self._processes[rank]):
-                number = self._processes[rank].number
-                LOGGER.warning("Worker %d hangs: its process %d was killed.", rank, number)
+            end_hanging(rank, self._processes[rank])
         try:
             smaller = self._comm.Shrink()
             transport = MpiTransport(mpi, smaller, self._runtime)
@@ -513,7 +505,7 @@ class MpiTransport(Transport):
         """
         mpi = self._mpi
         info = mpi.Info.Create({"wdir": FOLDER})
-        arguments = [f"{WORKERS_BEFORE}={self.size}", sys.executable, *sys.orig_argv[1:]]
+        arguments = [f"{WORKERS_BEFORE}={self.size}", *own_command()]
         if survives_losses():
             arguments.insert(0, f"{ULFM_VARIABLE}=1")
         try:

@@ -1,12 +1,23 @@
-"""Processes of workers: which of them are on this host, and ending one that hangs."""
+"""Processes of workers: which of them are on this host, starting more, ending one that hangs."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+from ..context import REGISTRY
+from ._transport import LOGGER, WARN_S
+
+FOLDER = "."  # in which the paths of the command line are meant
+with suppress(OSError):  # it was deleted
+    FOLDER = str(Path.cwd())
 
 
 class ProcessId(NamedTuple):
@@ -34,6 +45,12 @@ def this_process() -> ProcessId:
     return ProcessId(space, os.getpid(), start)
 
 
+def end_hanging(rank: int, process: ProcessId) -> None:
+    """Kill the process of a worker that hangs, if it is on this host."""
+    if end_process(process):
+        LOGGER.warning("Worker %d hangs: its process %d was killed.", rank, process.number)
+
+
 def end_process(process: ProcessId) -> bool:
     """Kill a process, if it is on this host and still there; tell whether it was."""
     here = this_process()
@@ -44,6 +61,42 @@ def end_process(process: ProcessId) -> bool:
             os.kill(process.number, signal.SIGKILL)
             return True
     return False
+
+
+def own_command() -> list[str]:
+    """Return the command that starts a process as this one was started, in `FOLDER`."""
+    return [sys.executable, *sys.orig_argv[1:]]
+
+
+def start_worker(variables: Mapping[str, str]) -> Callable[[], int | None]:
+    """Start one more process as this one was, which waits for it before it ends.
+
+    Args:
+        variables: Of the environment, besides those of this process.
+
+    Returns:
+        Tells the status with which it has ended; None if it has not.
+    """
+    held = REGISTRY.once("started_workers", dict[int, list[subprocess.Popen[bytes]]])
+    started = held.setdefault(os.getpid(), [])
+    if not started:
+        atexit.register(_wait_for, started, os.getpid())
+    process = subprocess.Popen(own_command(), env={**os.environ, **variables}, cwd=FOLDER)
+    started.append(process)
+    return process.poll
+
+
+def _wait_for(started: list[subprocess.Popen[bytes]], parent: int) -> None:
+    """Wait for the processes that this one has started: its end may be that of its container."""
+    for process in started if parent == os.getpid() else ():
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(WARN_S)
+            continue
+        LOGGER.warning(
+            "This worker has ended, and waits for process %d, a worker that it has started.",
+            process.pid,
+        )
+        process.wait()
 
 
 def _start_of(number: int) -> str:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from queue import SimpleQueue
 from time import monotonic, sleep
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, Generic, TypeVar, cast, final
 
 from ..devices import CompletionQueue, Lane, Op, new_gate
-from ..errors import StallError
+from ..errors import StallError, WorkerLostError
 from ._resolver import ClusterResolver
 from ._rows import workers_in_words
 from ._transport import LOGGER, WARN_S
@@ -30,6 +30,7 @@ SILENT_S = 1.0  # without an answer, and later calls wait no more
 STORE_S = 300.0  # to meet in the store, without a timeout
 LEAVE_S = 0.7  # that worker 0, which keeps the store, waits for the others to leave
 JOIN_PAUSE_S = 0.01
+NONE_STARTED: Mapping[int, Callable[[], int | None]] = MappingProxyType({})
 
 
 class StoreSilentError(RuntimeError):
@@ -169,8 +170,25 @@ def is_kept_by_torchrun() -> bool:
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def meet(store: Store, resolver: ClusterResolver, timeout: float | None) -> None:
-    """Wait in the store until all workers have come, and see whether they agree."""
+def meet(
+    store: Store,
+    resolver: ClusterResolver,
+    timeout: float | None,
+    started: Mapping[int, Callable[[], int | None]] = NONE_STARTED,
+) -> None:
+    """Wait in the store until all workers have come, and see whether they agree.
+
+    Args:
+        store: For this meeting.
+        resolver: Which worker this is, of how many.
+        timeout: How long to wait for the others, in seconds.
+        started: Tell the status with which a worker that this one has started has ended, by rank.
+
+    Raises:
+        StallError: If not all came in time; names those that did not.
+        ValueError: If they do not agree.
+        WorkerLostError: If a process that was started has ended before it came.
+    """
     start, rank, size = monotonic(), resolver.rank, resolver.num_workers
     address = resolver.coordinator_address
     if store.add(f"came/{rank}", 1) > 1:
@@ -194,6 +212,7 @@ def meet(store: Store, resolver: ClusterResolver, timeout: float | None) -> None
                 waited_for.discard(each)
         if not waited_for:
             return
+        _require_running(store, rank, started, waited_for)
         if timeout is not None and (monotonic() > start + timeout or store.add("stalled", 0)):
             give_up_together(store, rank, size - len(waited_for))
             missing = tuple(sorted(waited_for))
@@ -205,12 +224,37 @@ def meet(store: Store, resolver: ClusterResolver, timeout: float | None) -> None
             )
         if monotonic() > warn_at:
             warn_at = math.inf
-            missing = tuple(sorted(waited_for))
-            LOGGER.warning(
-                "Worker %d has waited %.0f s at %s for %s to come, and goes on waiting.",
-                rank, WARN_S, address, workers_in_words(missing).lower(),
-            )  # fmt: skip
+            _warn(rank, address, waited_for)
         sleep(JOIN_PAUSE_S)
+
+
+def _require_running(
+    store: Store,
+    rank: int | None,
+    started: Mapping[int, Callable[[], int | None]],
+    waited_for: set[int],
+) -> None:
+    """Check the processes of workers that have not come; tell the others if one has ended.
+
+    Raises:
+        WorkerLostError: If one has.
+    """
+    for each in started.keys() & waited_for:
+        if (status := started[each]()) is not None:
+            store.add("stalled", 1)
+            raise WorkerLostError(
+                f"Worker {each}, which worker {rank} has started, ended with status {status} "
+                "before it came: see what it printed. The program has to leave its place to "
+                "ar.cluster.resolve().",
+                ranks=(each,),
+            )
+
+
+def _warn(rank: int | None, address: str | None, waited_for: Iterable[int]) -> None:
+    LOGGER.warning(
+        "Worker %d has waited %.0f s at %s for %s to come, and goes on waiting.",
+        rank, WARN_S, address, workers_in_words(tuple(sorted(waited_for))).lower(),
+    )  # fmt: skip
 
 
 def give_up_together(store: Store, rank: int | None, num_present: int) -> None:

@@ -105,15 +105,14 @@ class MultiWorkerMirroredStrategy(Strategy):
         """Go on with the workers that are left, after one was lost; all of them must call this.
 
         For a `WorkerLostError` of an engine that can go on: MPI started as `mpirun --with-ft ulfm`,
-        and a `LocalCommunicator`. Also for a `StallError`, whose workers are evicted: with ULFM
-        they are killed if they are on this host, and waited for elsewhere until they are gone; with
-        a `LocalCommunicator` they get a `WorkerLostError` when they come back. Waits for the run in
-        progress to end. Workers are numbered anew, in their order, and replicas with them; a
-        `cluster_resolver` then counts those who are left, without their addresses. Loops over
-        datasets are ended; with
-        `sharding="data"` or `"off"` the next one is shared out among those who are left, and with
-        `"file"` what is left of the files. Functions that were given to `on_resize` are called at
-        the end.
+        Gloo without `torchrun`, and a `LocalCommunicator`. Also for a `StallError`, whose workers
+        are evicted: with MPI and Gloo they are killed if they are on this host, and ULFM waits
+        until those elsewhere are gone; otherwise they get a `WorkerLostError` when they come back.
+        Waits for the run in progress to end. Workers are numbered anew, in their order, and
+        replicas with them; a `cluster_resolver` then counts those who are left, without their
+        addresses. Loops over datasets are ended; with `sharding="data"` or `"off"` the next one is
+        shared out among those who are left, and with `"file"` what is left of the files. Functions
+        that were given to `on_resize` are called at the end.
 
         Args:
             savepoint: This worker's state after its newest complete step. The one of the worker
@@ -127,7 +126,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             WorkerLostError: If another worker was lost meanwhile: call it again. Or if it is this
                 one that the others have lost.
             StallError: If not all workers that are left came before the timeout. To call it again
-                evicts them, with a `LocalCommunicator`.
+                evicts them, but not with MPI.
             CheckpointError: If workers have savepoints of different states.
             Exception: What a function of `on_resize` raises.
 
@@ -154,8 +153,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         epoch is shared out, as by `shrink`; functions that were given to `on_resize` are called at
         the end.
 
-        For MPI, which starts them as this worker was; it needs as many free slots. And for a
-        `LocalCommunicator` that knows how to start them.
+        For MPI, which starts them as this worker was; it needs as many free slots. For Gloo without
+        `torchrun`, whose workers start them so, in turns. And for a `LocalCommunicator` that knows
+        how to start them.
 
         Args:
             num_workers: How many there are to be.
@@ -169,7 +169,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             MergeMismatchError: If not all workers ask for as many. Nothing is changed.
             StallError: If a worker did not come before the timeout: names it. Call `shrink` to go
                 on without. With MPI it is the end: start all again.
-            WorkerLostError: If a worker was lost meanwhile: call `shrink`.
+            WorkerLostError: If a worker was lost meanwhile, or with Gloo one that was started has
+                ended before it came: call `shrink`.
             CheckpointError: If workers have savepoints of different states.
             Exception: What a function of `on_resize` raises.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aioreplica.cluster import _mpi
+from aioreplica.cluster import _processes
 from aioreplica.cluster._communicator import ENDED, LOST
 from aioreplica.cluster._mpi import ULFM_VARIABLE, MpiRuntime, MpiTransport, tag_of
 from aioreplica.cluster._processes import this_process
@@ -101,7 +101,7 @@ def test_without_ulfm_a_group_cannot_shrink_and_nobody_is_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv(ULFM_VARIABLE, raising=False)
-    monkeypatch.setattr(_mpi, "end_process", lambda _: pytest.fail("it was killed"))
+    monkeypatch.setattr(_processes, "end_process", lambda _: pytest.fail("it was killed"))
 
     with pytest.raises(ContextError, match="--with-ft ulfm"):
         transport_that_lost(0).shrunk([0])
@@ -113,7 +113,7 @@ def test_who_hangs_is_killed_but_not_by_one_that_is_named_too(
 ) -> None:
     monkeypatch.setenv(ULFM_VARIABLE, "1")
     ended: list[int] = []
-    monkeypatch.setattr(_mpi, "end_process", lambda process: ended.append(process.number))
+    monkeypatch.setattr(_processes, "end_process", lambda process: ended.append(process.number))
     transport = transport_that_lost()
     transport._processes = [this_process()._replace(number=rank) for rank in range(3)]
 

@@ -62,6 +62,14 @@ def test_workers_that_mpi_has_added_come_behind_the_others(launcher: dict[str, s
     assert added.source == f"{started.source}, added by strategy.grow"
 
 
+def test_a_worker_that_gloo_has_added_takes_the_place_that_others_gave_it() -> None:
+    added = resolve({**TORCHRUN, "TF_CONFIG": "of another", "AIOREPLICA_WORKERS_BEFORE": "2"})
+
+    assert (added.rank, added.num_workers) == (int(TORCHRUN["RANK"]), int(TORCHRUN["WORLD_SIZE"]))
+    assert added.coordinator_address is not None
+    assert added.source == "added by strategy.grow"
+
+
 @pytest.mark.parametrize("index", [1, "1"])
 def test_tf_config(index: object) -> None:
     task = {"type": "worker", "index": index}

@@ -25,6 +25,7 @@ async def test_a_store_that_goes_while_workers_meet_is_a_loss(
     dist = SimpleNamespace(PrefixStore=lambda _prefix, store: store)
     monkeypatch.setattr(_torch, "import_torch", lambda: (None, dist))
     monkeypatch.setattr(_torch, "open_store", lambda *_: object())
+    monkeypatch.setattr(_torch, "announce_reserve", lambda *_: None)
     monkeypatch.setattr(_torch, "meet", meet)
     resolver = ClusterResolver(task_id=1, num_workers=2, coordinator_address="127.0.0.1:1")
 

@@ -6,6 +6,7 @@ Run as a program, this forks the workers of Gloo: torch takes seconds to import,
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import json
 import os
@@ -23,11 +24,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 PROGRAM = str(Path(__file__).with_name("program.py"))
 STRATEGY_PROGRAM = str(Path(__file__).with_name("strategy_program.py"))
 ULFM = ("--with-ft", "ulfm")
 # Shared memory is for those of one launch only; and MPI spins while others start, maybe for long.
 BEYOND_ONE_LAUNCH = {"OMPI_MCA_btl": "self,sm,tcp", "TEST_TIMEOUT_S": "100"}
+PR_SET_CHILD_SUBREAPER = 36
 ROOT = str(Path(__file__).parents[2])
 LIMIT_S = 240.0
 MEMORY = Path("/dev/shm")  # where the system has one: no timeout is for a slow disk
@@ -173,6 +177,7 @@ def serve() -> None:
     import torch.distributed  # noqa: F401 - once for all
 
     gc.freeze()  # for the forks
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # theirs are ours behind their end
     for line in sys.stdin:
         folder, program, arguments, environments = json.loads(line)
         workers: list[int] = []
@@ -184,21 +189,19 @@ def serve() -> None:
                     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream.fileno())
                 os.environ.update(environment)
                 sys.argv = [program, *arguments]
+                sys.orig_argv[1:] = sys.argv  # which starts one more
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 runpy.run_path(program, run_name="__main__")
                 return
         codes: dict[int, int] = {}
-        stopped = set()
-        while len(codes) < len(workers):
-            worker, status = os.waitpid(-1, os.WUNTRACED)
-            if os.WIFSTOPPED(status):
-                stopped.add(worker)
-            else:
-                codes[worker] = os.waitstatus_to_exitcode(status)
-            left = {*workers} - {*codes}
-            if codes and left <= stopped:  # nothing else ends them
+        while left := psutil.Process().children():  # and those that they have started and left
+            is_stopped = [each.status() == psutil.STATUS_STOPPED for each in left]
+            if codes and all(is_stopped):  # nothing else ends them
                 for each in left:
-                    os.kill(each, signal.SIGKILL)
+                    each.kill()
+            worker, status = os.waitpid(-1, os.WUNTRACED)
+            if not os.WIFSTOPPED(status):
+                codes[worker] = os.waitstatus_to_exitcode(status)
         print(json.dumps([codes[worker] for worker in workers]), flush=True)
 
 

@@ -28,6 +28,7 @@ from aioreplica.cluster import (
 )
 from aioreplica.cluster._engine import EngineCommunicator
 from aioreplica.cluster._transport import Link
+from aioreplica.errors import StallError, WorkerLostError
 from tests.cluster import communicator_contract
 
 warnings.simplefilter("error")
@@ -169,7 +170,6 @@ async def kill(c: Communicator, argument: str) -> Any:
 
 async def shrinking(c: Communicator, argument: str) -> Any:
     lost = await kill(c, argument)
-    assert isinstance(c, MpiCommunicator)
     smaller = await c.shrink()
     total = await smaller.all_reduce(c.rank)
     await smaller.aclose()
@@ -276,6 +276,29 @@ async def _error_of(c: Communicator) -> Any:
 def row_of(error: BaseException) -> dict[str, Any]:
     ranks = list(getattr(error, "ranks", ()))
     return {"error": type(error).__name__, "text": str(error), "ranks": ranks}
+
+
+async def left_behind(c: Communicator, argument: str) -> Any:
+    """The last worker is killed, and another one is so late to shrink that the others go on."""
+    folder, late = argument.split("@")
+    await c.barrier()
+    if c.rank == c.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    told = [(await _error_of(c))["error"]]
+    c._timeout = 1.5
+    if c.rank == int(late):
+        await until_said(folder, c.size - 2)
+    while len(told) < (4 if c.rank == int(late) == 0 else 3):
+        try:
+            smaller = await c.shrink()
+        except (StallError, WorkerLostError) as error:
+            told.append(f"{type(error).__name__} {list(error.ranks)}")
+        else:
+            told.append(f"{await smaller.all_reduce(1.0):g} workers")
+            await smaller.aclose()
+    Path(folder, str(c.rank)).touch()
+    await until_said(folder, c.size - 1)  # whose stores are looked into
+    return told
 
 
 def say(rank: int, result: Any) -> None:

@@ -25,7 +25,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import aioreplica as ar
 from aioreplica.checkpoint import LocalStorage, Savepoint
-from aioreplica.errors import ContextError, MergeMismatchError, StallError, WorkerLostError
+from aioreplica.cluster._torch_store import Store
+from aioreplica.errors import MergeMismatchError, StallError, WorkerLostError
 from tests.checkpoint.simulated_files import FaultyStorage
 from tests.cluster_engines.program import row_of, say, until_said
 
@@ -161,11 +162,6 @@ async def kill(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
             await strategy.run(training.step, (np.arange(2),))
         except WorkerLostError as error:
             told["again"] = str(error)
-        if "gloo" in os.environ.get("TEST_ENGINE", ""):
-            try:
-                await strategy.shrink(training.kept)
-            except ContextError as error:
-                told["shrink"] = str(error)
     return told
 
 
@@ -211,6 +207,49 @@ async def grow(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
     }
 
 
+async def shrink_again(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
+    """The last worker is killed in a step, and worker 0 or 1 when it has come to shrink."""
+    expected = await alone()
+    training = Training(strategy, {3: 3})
+    set_value = Store.set
+
+    def set_and_die(store: Store, key: str, value: str | bytes) -> None:
+        set_value(store, key, value)
+        if key == f"came/{argument}":
+            kill_me()
+
+    Store.set = set_and_die  # type: ignore[method-assign]
+    began, told = 0.0, []
+    async with training.batches:
+        while True:
+            try:
+                if told:
+                    await strategy.shrink(training.kept)
+                await training.to_the_end()
+                break
+            except (StallError, WorkerLostError) as error:
+                began = began or time.monotonic()
+                told.append(f"{type(error).__name__} {list(error.ranks)}")
+    return {"told": told, "learned": training.learned() == expected}
+
+
+async def grow_in_vain(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
+    """A worker that is added ends before it comes; the others go on without."""
+    expected = await alone()
+    training = Training(strategy, {})
+    told = ""
+    async with training.batches:
+        await training.to_the_end(3)
+        try:
+            await strategy.grow(int(argument), training.kept)
+        except (StallError, WorkerLostError) as error:
+            told = f"{type(error).__name__} {list(error.ranks)}: {error}"
+            await strategy.shrink(training.kept)
+        await training.to_the_end()
+    size = strategy.num_replicas_in_sync
+    return {"told": told, "replicas": size, "learned": training.learned() == expected}
+
+
 async def replace(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
     """End workers at random and replace them: "3,20,SEED,FOLDER" for 20 of 3 at any time."""
     size, kills, seed, folder = argument.split(",", 3)
@@ -218,15 +257,16 @@ async def replace(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> An
     steps = drawn.sample(range(num_steps - 5), int(kills))
     training = Hunted(strategy, {step: drawn.randrange(int(size)) for step in steps}, num_steps)
     training.marks, training.seed = Path(folder), seed
-    began, waits = 0.0, []
+    began, waits, replaced = 0.0, [], []
     async with training.batches:
         while True:
             try:
                 if began:
                     await strategy.shrink(training.kept)
+                    waits.append(round(time.monotonic() - began, 2))
                 await strategy.grow(int(size), training.kept)
                 if began:
-                    waits.append(time.monotonic() - began)
+                    replaced.append(round(time.monotonic() - began, 2))
                 await training.to_the_end()
                 break
             except (StallError, WorkerLostError):
@@ -236,6 +276,7 @@ async def replace(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> An
         "rank": rank_of(strategy),
         "learned": training.learned() == await alone(num_steps),
         "waits": waits,
+        "replaced": replaced,
     }
 
 
@@ -529,6 +570,8 @@ def _copied(strategy: ar.MultiWorkerMirroredStrategy) -> str:
 
 
 async def main(scenario: str, argument: str) -> None:
+    if scenario == "grow_in_vain" and "AIOREPLICA_WORKERS_BEFORE" in os.environ:
+        sys.exit(3)
     ar.set_logical_devices("cpu", 2)
     timeout_s = float(os.environ.get("TEST_TIMEOUT_S", TIMEOUT_S))
     options = ar.CommunicationOptions(timeout_seconds=timeout_s)

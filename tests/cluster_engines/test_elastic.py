@@ -1,40 +1,66 @@
-"""Other numbers of workers: under MPI as the program goes on, with torchrun by a restart."""
+"""Other numbers of workers: as the program goes on, and with torchrun by a restart."""
 
 import os
 import signal
+from collections.abc import Callable
 from operator import itemgetter
 from pathlib import Path
+from typing import TypeAlias
+
+import pytest
 
 from tests.cluster_engines.launching import (
     BEYOND_ONE_LAUNCH,
     STRATEGY_PROGRAM,
     ULFM,
+    Launch,
     free_port,
+    gloo,
     mpi,
     row_after_shrinking,
 )
 from tests.cluster_engines.test_training import launch, workers_of
 
+Launcher: TypeAlias = Callable[..., Launch]
+LONG = {"TEST_TIMEOUT_S": "100"}  # workers of Gloo that are added import torch first
 
-def test_survivors_of_two_losses_end_with_the_numbers_of_one_worker() -> None:
+
+def ulfm(size: int, *arguments: str, **variables: str) -> Launch:
+    options = {**BEYOND_ONE_LAUNCH, **variables}
+    return mpi(size, *arguments, options=ULFM, program=STRATEGY_PROGRAM, **options)
+
+
+def over_gloo(size: int, *arguments: str, **variables: str) -> Launch:
+    return gloo(size, *arguments, program=STRATEGY_PROGRAM, **variables)
+
+
+on_both = pytest.mark.parametrize("launch_workers", [ulfm, over_gloo])
+
+
+@on_both
+def test_survivors_of_two_losses_end_with_the_numbers_of_one_worker(
+    launch_workers: Launcher,
+) -> None:
     """Worker 2 is killed in step 3, worker 0, the chief, in step 6."""
-    launched = mpi(4, "shrink", "2,0", options=ULFM, program=STRATEGY_PROGRAM)
+    launched = launch_workers(4, "shrink", "2,0")
 
     assert sorted(launched.results) == [1, 3], launched.output
     for rank, row in enumerate(launched.results[each] for each in (1, 3)):
         assert row == row_after_shrinking(rank, 2, [[2], [0]])
 
 
-def test_a_worker_that_has_stopped_is_ended_and_left_out() -> None:
+@on_both
+def test_a_worker_that_has_stopped_is_ended_and_left_out(launch_workers: Launcher) -> None:
     """Of two; and the launch ends as one that has gone well."""
-    launched = mpi(2, "evict", options=ULFM, program=STRATEGY_PROGRAM)
+    launched = launch_workers(2, "evict")
 
     assert launched.results == {0: {"told": [[1]], "replicas": 2, "learned": True}}, launched.output
-    assert launched.codes == [0], launched.output
+    assert launched.codes in ([0], [0, -signal.SIGKILL]), launched.output
     assert "Worker 1 hangs: its process" in launched.output
 
 
 def test_workers_are_added_in_the_middle_of_an_epoch() -> None:
+    """By an MPI that would not survive a loss."""
     launched = mpi(2, "grow", "4", program=STRATEGY_PROGRAM, **BEYOND_ONE_LAUNCH)
 
     row = {"replicas": 8, "lost": [], "learned": True}
@@ -43,9 +69,10 @@ def test_workers_are_added_in_the_middle_of_an_epoch() -> None:
     assert launched.codes == [0], launched.output
 
 
-def test_a_worker_that_is_killed_is_replaced() -> None:
+@on_both
+def test_a_worker_that_is_killed_is_replaced(launch_workers: Launcher) -> None:
     """Of four, two of which were added before; the newest one has seen no loss."""
-    launched = mpi(2, "grow", "4,1", options=ULFM, program=STRATEGY_PROGRAM, **BEYOND_ONE_LAUNCH)
+    launched = launch_workers(2, "grow", "4,1", **LONG)
 
     row = {"replicas": 8, "learned": True}
     expected = [
@@ -53,6 +80,37 @@ def test_a_worker_that_is_killed_is_replaced() -> None:
         for rank in range(4)
     ]
     assert sorted(launched.said, key=itemgetter("rank")) == expected, launched.output
+
+
+def test_a_further_loss_while_survivors_meet() -> None:
+    """Of the one in whose store they do: they go on to that of the next."""
+    launched = over_gloo(4, "shrink_again", "0")
+
+    row = {"told": ["WorkerLostError [3]"], "learned": True}
+    assert launched.results == {1: row, 2: row}, launched.output
+
+
+def test_a_worker_that_is_added_ends_before_it_comes() -> None:
+    """Worker 0 has started it, and sees that; then all go on as they were."""
+    launched = over_gloo(2, "grow_in_vain", "3", **LONG)
+
+    assert launched.results[0]["told"].startswith(
+        "WorkerLostError [2]: Worker 2, which worker 0 has started, ended with status 3 before"
+    ), launched.output
+    assert launched.results[1]["told"].startswith("StallError [2]: Worker 2 did not come")
+    for row in launched.results.values():
+        assert (row["replicas"], row["learned"]) == (4, True)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_worker_that_is_late_to_shrink_is_left_behind(late: int, tmp_path: Path) -> None:
+    """It lives and would go on alone; also if it is the one whose store comes first."""
+    launched = gloo(4, "left_behind", f"{tmp_path}@{late}")
+
+    on, out = ["WorkerLostError", f"StallError [{late}]", "2 workers"], f"WorkerLostError [{late}]"
+    behind = [out, out] if late else [out, "StallError [1, 2]", out]
+    expected = dict.fromkeys(range(3), on) | {late: ["WorkerLostError", *behind]}
+    assert launched.results == expected, launched.output
 
 
 def test_torchrun_starts_all_again_from_the_newest_checkpoint(tmp_path: Path) -> None:

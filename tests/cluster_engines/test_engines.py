@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,10 +160,19 @@ def test_with_ulfm_a_worker_that_hangs_does_not_outlive_the_job() -> None:
     assert launched.seconds < 40.0
 
 
-def test_survivors_shrink_and_go_on() -> None:
-    launched = mpi(3, "shrinking", "1", options=ULFM)
+@pytest.mark.parametrize("launch", [partial(mpi, options=ULFM), gloo], ids=["mpi", "gloo"])
+def test_survivors_shrink_and_go_on(launch: Launcher) -> None:
+    launched = launch(3, "shrinking", "1")
     expected = {"size": 2, "total": 2, "lost": [1]}
     assert launched.results == {0: expected, 2: expected}, launched.output
+
+
+def test_workers_of_torchrun_are_started_again_instead() -> None:
+    launched = gloo(2, "shrinking", "1", TORCHELASTIC_RUN_ID="a job")
+
+    assert launched.results == {}
+    told = "Workers of torchrun cannot go on after the loss of a worker"
+    assert told in launched.output, launched.output
 
 
 @both

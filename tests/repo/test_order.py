@@ -52,7 +52,6 @@ ALLOWED = {
     "strategies/test_watching.py::test_the_code_that_holds_the_loop_is_named_in_the_log":
         "what holds a loop takes real time; it is repeated until it was seen",
     "cluster_engines/program.py::late": "a wait has to take time to show what it costs",
-    "cluster_engines/program.py::main": "a worker that does not come while the others wait",
     "fuzz/calls.py::Calls": "random programs: what holds, holds for every pause",
     "parameter_server_engine/closures.py::sleep_async": "closures that take time, and are awaited",
     "parameter_server_engine/test_programs.py::PROGRAM": "closures that are interrupted",
