@@ -47,7 +47,7 @@ class Plan:
 
 
 FULL = Plan(9, 41, 10, (1, 2, MAX_REPLICAS), (32, 256), ("SGD", "Adam"))
-QUICK = Plan(3, 3, 2, (1, 2), (32, 256), ("SGD", "Adam"))
+QUICK = Plan(1, 1, 1, (1, 2), (32, 256), ("SGD", "Adam"))
 
 
 def main(arguments: Sequence[str]) -> None:

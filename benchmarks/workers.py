@@ -52,8 +52,8 @@ def main(arguments: Sequence[str]) -> None:
             print(f"{loop} is not installed: skipped")
             continue
         for engine in engines:
-            rows += rows_of(engine, loop, _launch(engine, loop, 2 if options.is_quick else 15))
-    rows += training_rows(engines, 1 if options.is_quick else 5)
+            rows += rows_of(engine, loop, _launch(engine, loop, 1 if options.is_quick else 15))
+    rows += training_rows(engines, *((1, 1) if options.is_quick else (5, 3)))
     if "torch" in engines:
         rows += deep_rows(1 if options.is_quick else 15)
     print(format_table(rows))
@@ -94,7 +94,7 @@ def rows_of(engine: str, loop: str, told: Mapping[str, Any]) -> list[Row]:
     return rows
 
 
-def training_rows(engines: Sequence[str], num_turns: int) -> list[Row]:
+def training_rows(engines: Sequence[str], num_turns: int, num_rounds: int) -> list[Row]:
     """Train the digits in every way, in turns; make a row of milliseconds per step for each."""
     ways = [("replicas", "")] + [("workers", engine) for engine in engines]
     if "torch" in engines and importlib.util.find_spec("sklearn") is not None:
@@ -103,7 +103,7 @@ def training_rows(engines: Sequence[str], num_turns: int) -> list[Row]:
     weights = []
     for _ in range(num_turns):
         for way, kept in samples.items():
-            told = run_workers(way[1], ["benchmarks._worker_training", way[0], "3"])
+            told = run_workers(way[1], ["benchmarks._worker_training", way[0], str(num_rounds)])
             kept.append(1000 / median(told["rates"]))
             weights.append(told["weights"])
     if max(weights) > min(weights) * 1.001:

@@ -27,9 +27,9 @@ def test_ten_kills_while_it_rolls_back_lose_and_double_nothing() -> None:
 
 
 @pytest.mark.xslow
-def test_twenty_kills_with_everything_at_once_lose_and_double_nothing() -> None:
-    """Rollbacks, promotions, labels and offsets of files, with two models, and five upgrades."""
-    kills = kill(20, wanted=Wanted(rolls_back=True, joins=True, promotes=True, num_upgrades=5))
+def test_ten_kills_with_everything_at_once_lose_and_double_nothing() -> None:
+    """Rollbacks, promotions, labels and offsets of files, with two models, and three upgrades."""
+    kills = kill(10, wanted=Wanted(rolls_back=True, joins=True, promotes=True, num_upgrades=3))
     assert kills.is_good, kills
     assert kills.num_left_out > 0
     assert kills.num_promoted > 0

@@ -71,7 +71,7 @@ async def recovers(folder: Path, acknowledged: set[int], offered: range) -> None
     "schedules",
     [
         pytest.param(12, marks=pytest.mark.slow),
-        pytest.param(300, marks=pytest.mark.xslow),
+        pytest.param(120, marks=pytest.mark.xslow),
     ],
 )
 def test_a_crash_at_any_moment_loses_and_doubles_nothing(schedules: int) -> None:

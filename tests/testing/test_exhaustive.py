@@ -226,9 +226,9 @@ def test_no_outcome_of_many_random_programs_is_lost(
     fidelity: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = Counts()
-    for seed in range(100, 220):
+    for seed in range(100, 160):
         counts.compare(RandomProgram(seed), monkeypatch, fidelity)
     print(counts)
 
-    assert counts.compared >= (100 if fidelity == "reorder" else 30)
+    assert counts.compared >= (50 if fidelity == "reorder" else 15)
     assert counts.run < counts.all
