@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from ..context import REGISTRY
+from ..errors import ContextError
 from ._transport import LOGGER, WARN_S
 
 FOLDER = "."  # in which the paths of the command line are meant
@@ -68,22 +69,36 @@ def own_command() -> list[str]:
     return [sys.executable, *sys.orig_argv[1:]]
 
 
-def start_worker(variables: Mapping[str, str]) -> Callable[[], int | None]:
+def require_own_program(what: str) -> None:
+    """Check that this process can be started once more.
+
+    Raises:
+        ContextError: If it has no program: it reads from a terminal, or a pipe.
+    """
+    if sys.argv[:1] in ([], [""], ["-"]):
+        raise ContextError(
+            f"{what} starts workers with the command line of this one, which has no program: it "
+            "is read from a terminal or a pipe. Put it into a file."
+        )
+
+
+def start_worker(variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start one more process as this one was, which waits for it before it ends.
 
     Args:
         variables: Of the environment, besides those of this process.
-
-    Returns:
-        Tells the status with which it has ended; None if it has not.
     """
     held = REGISTRY.once("started_workers", dict[int, list[subprocess.Popen[bytes]]])
-    started = held.setdefault(os.getpid(), [])
-    if not started:
-        atexit.register(_wait_for, started, os.getpid())
-    process = subprocess.Popen(own_command(), env={**os.environ, **variables}, cwd=FOLDER)
+    if os.getpid() not in held:
+        held[os.getpid()] = []
+        atexit.register(_wait_for, held[os.getpid()], os.getpid())
+    started = held[os.getpid()]
+    started[:] = [each for each in started if each.poll() is None]
+    process = subprocess.Popen(
+        own_command(), stdin=subprocess.DEVNULL, env={**os.environ, **variables}, cwd=FOLDER
+    )
     started.append(process)
-    return process.poll
+    return process
 
 
 def _wait_for(started: list[subprocess.Popen[bytes]], parent: int) -> None:

@@ -6,9 +6,11 @@ has threads of its own, which ring when an exchange is over. Arrays are NumPy's,
 
 from __future__ import annotations
 
+import asyncio
 import os
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -18,12 +20,14 @@ from weakref import WeakValueDictionary
 from ..context import REGISTRY
 from ..devices import CompletionQueue, Lane, Op
 from ..errors import AioReplicaError, ContextError, StallError, WorkerLostError
-from ._communicator import LOST, STALLED, Communicator, Failure, require_timeout
+from ._communicator import ENDED, LOST, STALLED, Communicator, Failure, require_timeout
 from ._engine import EngineCommunicator, forget, has_ended
 from ._environment import MEETING, is_added
 from ._poller import Poller
+from ._processes import require_own_program
 from ._resolver import ClusterResolver
-from ._torch_resize import Meeting, Reserves, announce_reserve, reserves_in
+from ._torch_reserves import Meeting, Reserves, announce_reserve, new_group, reserves_in
+from ._torch_resize import decide, settle
 from ._torch_store import Store, StoreSilentError, is_kept_by_torchrun, meet, open_store
 from ._torch_transport import SLACK_S, TorchTransport
 from ._transport import Link
@@ -34,8 +38,9 @@ class TorchCommunicator(EngineCommunicator):
     """A worker of a group that torch.distributed connects, with Gloo; made by `connect`.
 
     `pip install "aioreplica[torch]"`. Works beside a program's own use of torch.distributed: if
-    that was initialised, a group of its own is made in it. Results are NumPy arrays, as with every
-    engine; NCCL, which needs arrays on GPUs, is not offered.
+    that was initialised, a group of its own is made in it; else it initialises that, until the
+    number of workers changes. Results are NumPy arrays, as with every engine; NCCL, which needs
+    arrays on GPUs, is not offered.
 
     If a worker dies the others raise a `WorkerLostError` within seconds, and live on: `shrink`
     makes a group of them. Not under `torchrun`, which starts all of them again, if told to.
@@ -77,27 +82,30 @@ class TorchCommunicator(EngineCommunicator):
                 "again, from the newest checkpoint. `torchrun --max-restarts 3` does that by "
                 "itself after a loss."
             )
+        if num_new:
+            require_own_program("grow")
         transport = self.link.transport
         assert isinstance(transport, TorchTransport)  # made by `connect`
+        met = partial(transport.met_anew, num_new, self._failure, self.timeout)
         try:
-            return await self._made(
-                partial(transport.met_anew, num_new, self._failure, self.timeout), self.timeout
-            )
-        except StallError as error:
-            self._end_all(Failure(STALLED, str(error), error.ranks, self.timeout))
-            raise
-        except WorkerLostError as error:
-            self._end_all(Failure(LOST, str(error), error.ranks))
+            return await self._made(met, self.timeout)
+        except Exception as error:
+            transport.knows_stalled = False  # who did not come to this may live
+            kind = STALLED if isinstance(error, StallError) else LOST
+            if not isinstance(error, StallError | WorkerLostError):
+                kind = ENDED
+            self._end_all(Failure(kind, str(error), getattr(error, "ranks", ()), self.timeout))
             raise
 
     @classmethod
     async def _made(
-        cls, met: Callable[[CompletionQueue], Meeting], timeout: float | None
+        cls, met: Callable[[CompletionQueue, list[object]], Meeting], timeout: float | None
     ) -> TorchCommunicator:
         """Meet others, and let Gloo connect all who have met.
 
         Args:
-            met: Meets them, on a thread; has timeouts of its own.
+            met: Meets them, on a thread; has timeouts of its own, and ends when the list gets an
+                item.
             timeout: Of what is returned.
 
         Raises:
@@ -106,30 +114,47 @@ class TorchCommunicator(EngineCommunicator):
         """
         lane = Lane("torch.connect", nice=0)  # it may have to wait for long
         completions = CompletionQueue.of_running_loop()
-        joining: Op[Meeting] = Op(completions, met, (completions,), {}, lane)
+        abandoned: list[object] = []
+        connecting: Op[TorchTransport] | None = None
+        joining: Op[Meeting] = Op(completions, met, (completions, abandoned), {}, lane)
         joining.put()
         try:
             await has_ended(joining, None)
             meeting = joining.result()
             poller = the_poller()
-            connecting: Op[TorchTransport] = Op(
+            connecting = Op(
                 completions, new_transport, (meeting, timeout, completions, poller.ring), {}, lane
             )
             connecting.put()
             connecting.add_done_callback(forget)  # it may end after the timeout
-            if not await has_ended(connecting, None if timeout is None else timeout + SLACK_S):
+            limit = None  # what follows a change of their number has limits of its own
+            if timeout is not None and meeting.before is None:
+                limit = timeout + SLACK_S
+            if not await has_ended(connecting, limit):
                 raise StallError(
                     f"Not all workers that came to {meeting.address} could be connected within "
                     f"{timeout:g} s: one of them has stopped. Look whether a process is suspended.",
                     timeout_s=timeout,
                 )
             transport = connecting.result()
+        except asyncio.CancelledError:
+            abandoned.append(None)
+            joining.add_done_callback(forget)
+            if connecting is not None:
+                connecting.add_done_callback(_leave)
+            raise
         finally:
             lane.stop()
         link = Link(transport, poller)
         # Splits may be closed after the group.
         weakref.finalize(link, transport.store.close).atexit = False
         return cls(link, tuple(range(transport.size)), timeout)
+
+
+def _leave(connecting: Op[TorchTransport]) -> None:
+    """Take no part in a group whose communicator nobody gets."""
+    if not connecting.cancelled() and connecting.exception() is None:
+        connecting.result().leave()
 
 
 def check_interfaces(resolver: ClusterResolver) -> None:
@@ -191,7 +216,12 @@ def import_torch() -> tuple[ModuleType, ModuleType]:
     return torch, dist
 
 
-def join(resolver: ClusterResolver, timeout: float | None, completions: CompletionQueue) -> Meeting:
+def join(
+    resolver: ClusterResolver,
+    timeout: float | None,
+    completions: CompletionQueue,
+    _abandoned: list[object],
+) -> Meeting:
     """Meet the other workers in the store.
 
     Raises:
@@ -217,10 +247,11 @@ def join(resolver: ClusterResolver, timeout: float | None, completions: Completi
     assert rank is not None  # checked by `connect`
     try:
         if not is_kept_by_torchrun():
-            announce_reserve(dist, store, rank, address)
+            announce_reserve(dist, store, rank, address, new_group(), 0)
         meet(store, resolver, timeout)
-        reserves = Reserves() if is_kept_by_torchrun() else reserves_in(store, size)
-        return Meeting(store, rank, size, address, reserves)
+        reserves = Reserves() if is_kept_by_torchrun() else reserves_in(store, rank, size)
+        before = Reserves() if is_added(resolver) else None
+        return Meeting(store, rank, size, address, reserves, before)
     except StoreSilentError:
         store.close()
         keeper = () if is_kept_by_torchrun() else (0,)
@@ -254,9 +285,18 @@ def new_transport(
         WorkerLostError: If it cannot.
     """
     torch, dist = import_torch()
+    transport: TorchTransport | None = None
     try:
-        return TorchTransport(torch, dist, meeting, timeout, completions, ring)
+        transport = TorchTransport(torch, dist, meeting, timeout, completions, ring)
+        if meeting.before is not None:
+            settle(dist, meeting)
+        return transport
     except BaseException as error:
+        if transport is not None:
+            transport.end()
+        if meeting.before is not None:
+            with suppress(RuntimeError):
+                decide(meeting.store, "failed")
         meeting.store.close()
         if not isinstance(error, RuntimeError) or isinstance(error, AioReplicaError):
             raise

@@ -1,169 +1,95 @@
 """Gloo's workers when their number changes: who is left meets anew, and so do those that are added.
 
-The store of the first meeting lives in worker 0, and is gone with it. So each worker keeps one in
-reserve from the start, and tells the others its address. Survivors meet in that of the first of
-them, new workers in that of worker 0: so it is always worker 0 who keeps the store.
+Survivors meet in the store of the first of them, new workers and all others in that of worker 0: so
+it is always worker 0 who keeps the store. The owner of the store calls the others together, counts
+those who come, and asks those who do not for a sign of life in their own stores. Then all connect,
+and decide in the store whether all could: either all of them go on, or none does.
 
 Whom the others have left out may live, and think the same of them. So each says in its own store
-whom it leaves out, and before survivors go on, the first of them looks into the stores of those:
-where it finds one of its own, none of them goes on. Parts of a group that cannot reach each other
-at all both do.
+whom it leaves out, and with whom it has gone on, before the owner looks into the stores of those
+who are left out: where one of them leaves out a member, none of these goes on. Parts of a group
+that cannot reach each other at all both do.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import socket
-from collections.abc import Iterable, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
-from datetime import timedelta
+from collections.abc import Iterable
+from contextlib import suppress
 from time import monotonic, sleep
 from types import ModuleType
-from typing import Any, final
+from typing import Any, NoReturn, final
 
-from ..context import REGISTRY
-from ..devices import CompletionQueue, Lane, Op
+from ..devices import CompletionQueue
 from ..errors import AioReplicaError, ContextError, StallError, WorkerLostError
 from ._communicator import LOST, STALLED, Failure
 from ._environment import MEETING, WORKERS_BEFORE
-from ._processes import ProcessId, end_hanging, start_worker, this_process
+from ._processes import end_hanging, start_worker
 from ._resolver import ClusterResolver
 from ._rows import workers_in_words
-from ._torch_store import JOIN_PAUSE_S, STORE_S, Answer, Store, give_up_together, meet
+from ._torch_reserves import (
+    ATTEMPT,
+    GONE_ON,
+    KEEPER_S,
+    LEFT_OUT,
+    Meeting,
+    Questions,
+    Reserves,
+    Word,
+    announce_reserve,
+    reach,
+    reserve_of_process,
+    reserves_in,
+    say,
+    split,
+    word_in,
+)
+from ._torch_store import JOIN_PAUSE_S, Store, StoreSilentError, meet
 from ._transport import LOGGER, WARN_S
 
-KEEPER_S = 3.0  # for an answer of the one who keeps the store, who may be busy
-DECIDING_S = 5.0  # for that one to look into the stores of the others
-REACH_S = 1.0  # for one of who is thought to be gone
-LEFT_OUT = "left out"  # in a worker's own store: by generation, without whom it goes on
+REACH_S = 1.0  # for an answer of one who does not come
+DECIDING_S = 5.0  # longer than the owner of the store the others wait for what it decides
+CONNECT_S = 30.0  # for Gloo to connect all who have met
 
 
-@final
-@dataclass(slots=True)
-class Reserves:
-    """The stores that workers keep in reserve, and how often their number has changed.
+def own_address(dist: ModuleType, reserves: Reserves, rank: int) -> str:
+    """Return where a store is found from here."""
+    if rank == reserves.rank:
+        return f"127.0.0.1:{reserve_of_process(dist).port}"
+    return reserves.addresses[rank]
 
-    Attributes:
-        addresses: Of each worker's store, by rank.
-        processes: The workers' own.
-        generation: How often the number of workers has changed.
-        num_attempts: How often this worker has tried to change it since.
-        lost: Ranks of those that are left out of the next attempt.
+
+def decide(store: Store, value: str) -> bool:
+    """Say whether those who have met go on; tell whether they do, which may be decided already."""
+    return bytes(store.call(store.raw.compare_set, "decided", "", value)) == b"go"
+
+
+def settle(dist: ModuleType, meeting: Meeting) -> None:
+    """Go on with those who have met, once all of them could be connected.
+
+    Raises:
+        WorkerLostError: If not all could.
+        RuntimeError: If who keeps the store is gone, or silent.
     """
-
-    addresses: list[str] = field(default_factory=list)
-    processes: list[ProcessId] = field(default_factory=list)
-    generation: int = 0
-    num_attempts: int = 0
-    lost: set[int] = field(default_factory=set)
-
-    def after(self, members: Sequence[int]) -> Reserves:
-        """Return those of the workers that are left."""
-        addresses = [self.addresses[rank] for rank in members]
-        processes = [self.processes[rank] for rank in members]
-        return Reserves(addresses, processes, self.generation + 1)
-
-    def new_attempt(self, what: str) -> str:
-        """Return the place in a store for another attempt, which all workers name alike."""
-        self.num_attempts += 1
-        return f"aioreplica/{what}/{self.generation}.{self.num_attempts}"
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """Workers that have met.
-
-    Attributes:
-        store: Theirs alone.
-        rank: The number of this worker among them.
-        size: How many they are.
-        address: Of the store.
-        reserves: The other stores.
-    """
-
-    store: Store
-    rank: int
-    size: int
-    address: str
-    reserves: Reserves
-
-
-# ---- stores in reserve, on a thread ------------------------------------------------------
-
-
-def reserve_of_process(dist: ModuleType) -> Any:
-    """Return the store that this process keeps in reserve, from the first call to its end."""
-    held = REGISTRY.once("torch_reserves", dict[int, Any])
-    store = held.get(os.getpid())
-    if store is None:
-        store = held[os.getpid()] = dist.TCPStore(
-            "127.0.0.1", 0, None, True, timedelta(seconds=KEEPER_S), wait_for_workers=False
+    store, ranks, start = meeting.store, range(meeting.size), monotonic()
+    assert meeting.before is not None  # else nothing has to be decided
+    store.set(f"connected/{meeting.rank}", "")
+    while not store.has("decided"):
+        if meeting.rank == 0 and all(store.has(f"connected/{rank}") for rank in ranks):
+            decide(store, "go")
+        elif monotonic() > start + CONNECT_S + DECIDING_S:
+            decide(store, "failed")
+        else:
+            sleep(JOIN_PAUSE_S)
+    if not decide(store, "failed"):
+        raise WorkerLostError(
+            "One of the workers that have met could not be connected, so none of them goes on. "
+            "Call shrink, maybe again."
         )
-    return store
-
-
-def announce_reserve(dist: ModuleType, store: Store, rank: int, address: str) -> None:
-    """Tell the others where this worker's reserve is, before the meeting at an address."""
-    host = own_host_towards(*_split(address))
-    shown = f"[{host}]" if ":" in host else host
-    told = [f"{shown}:{reserve_of_process(dist).port}", *this_process()]
-    store.set(f"reserve/{rank}", json.dumps(told))
-
-
-def reserves_in(store: Store, size: int) -> Reserves:
-    """Return what all workers have announced, after the meeting."""
-    keys = [f"reserve/{rank}" for rank in range(size)]
-    told = [json.loads(each) for each in store.call(store.raw.multi_get, keys)]
-    generation = int(store.get("generation")) if store.has("generation") else 0
-    addresses = [address for address, *_ in told]
-    return Reserves(addresses, [ProcessId(*process) for _, *process in told], generation)
-
-
-def own_host_towards(host: str, port: int) -> str:
-    """Return the address of the interface that leads to a host; nothing is sent."""
-    try:
-        ((family, kind, _, _, address), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
-        with socket.socket(family, kind) as asked:
-            asked.connect(address)
-            return str(asked.getsockname()[0])
-    except OSError:  # this host, where the others have found it
-        return host
-
-
-def reach(
-    dist: ModuleType, address: str, place: str, seconds: float, completions: CompletionQueue
-) -> Store | None:
-    """Return the store at an address; None if nobody answers there in time."""
-    host, port = _split(address)
-    try:
-        socket.create_connection((host, port), seconds).close()  # torch would try again and again
-    except OSError:
-        return None
-    limit = timedelta(seconds=seconds / 3)  # it tries twice
-
-    def connect() -> Any:
-        raw = dist.TCPStore(host, port, None, False, limit, wait_for_workers=False)
-        raw.set_timeout(timedelta(seconds=STORE_S))
-        return raw
-
-    answer: Answer[Any] = Answer(connect)
-    lane = Lane("torch.reach", nice=0)  # while the other process is stopped it hangs
-    lane.put(Op(completions, answer.make, (), {}))
-    lane.stop()
-    answer.wait(seconds)
-    try:
-        return Store(dist.PrefixStore(place, answer.result()), completions)
-    except RuntimeError:
-        return None
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
+    if meeting.before.addresses:  # not a worker that was added
+        record = [list(meeting.members), meeting.reserves.encode()]
+        say(dist, meeting.before, GONE_ON, json.dumps(record))
 
 
 # ---- fewer workers -----------------------------------------------------------------------
@@ -172,159 +98,274 @@ def _split(address: str) -> tuple[str, int]:
 def meet_survivors(
     dist: ModuleType,
     reserves: Reserves,
-    rank: int,
     failure: Failure | None,
     timeout: float | None,
     completions: CompletionQueue,
+    abandoned: list[object],
 ) -> Meeting:
     """Meet those who are left, in the reserve of the first of them.
 
     Args:
         dist: The module torch.distributed.
         reserves: Of the group that has ended.
-        rank: The number of this worker in it.
-        failure: Why it has ended. Whom it names is left out, and ended if it hangs on this host.
+        failure: Why it has. Who has stopped is left out, and ended if it hangs on this host; of
+            others that it names it is looked whether they live.
         timeout: How long to wait for the others, in seconds.
         completions: Of the loop that waits.
+        abandoned: Gets an item when nobody waits any more.
 
     Raises:
+        ContextError: If it was abandoned.
         StallError: If not all who are left came in time. The next attempt goes on without.
         WorkerLostError: If the others go on without this worker.
     """
     everyone = set(range(len(reserves.addresses)))
-    if failure is not None and failure.kind in (LOST, STALLED):
-        reserves.lost |= everyone.intersection(failure.ranks)
-    if rank in reserves.lost:
-        raise left_out_error(rank)
-    if failure is not None and failure.kind == STALLED:
-        for each in everyone.intersection(failure.ranks):
+    kind = "" if failure is None else failure.kind
+    named = everyone.intersection(() if failure is None else failure.ranks)
+    if kind == STALLED:
+        if reserves.rank in named:
+            raise left_out_error(reserves.rank)
+        for each in named:
             end_hanging(each, reserves.processes[each])
-    place = reserves.new_attempt("shrink")
-    own = reserve_of_process(dist)
+        reserves.lost |= named
+    suspects = named if kind == LOST else set[int]()
+    survivors = Survivors(dist, reserves, suspects, timeout, completions, abandoned)
     while True:
-        own.set(f"{LEFT_OUT}/{reserves.generation}", json.dumps(sorted(reserves.lost)))
-        keeper = min(everyone - reserves.lost)
-        address = f"127.0.0.1:{own.port}" if keeper == rank else reserves.addresses[keeper]
-        store = reach(dist, address, place, KEEPER_S, completions)
-        if store is not None:
-            try:
-                members = Survivors(dist, reserves, rank, store, completions).members(timeout)
-            except RuntimeError as error:
-                store.close()
-                if isinstance(error, AioReplicaError):
-                    raise
-            except BaseException:
-                store.close()
-                raise
-            else:
-                own_rank = members.index(rank)
-                store.set(f"word/{own_rank}", "")
-                return Meeting(store, own_rank, len(members), address, reserves.after(members))
-        if keeper == rank:
-            raise ContextError(f"Worker {rank} cannot reach its own store at {address}.")
-        reserves.lost.add(keeper)
+        try:
+            return survivors.meet()
+        except GoneOnError as news:  # of all this worker has missed no more than that they go on
+            if reserves.rank not in news.members:
+                raise left_out_error(reserves.rank) from None
+            say(dist, reserves, GONE_ON, json.dumps([news.members, news.reserves.encode()]))
+            reserves.become(news.reserves, news.members.index(reserves.rank))
+            survivors.suspects = set()
+
+
+@final
+class GoneOnError(Exception):
+    """Says that others have gone on, and with whom."""
+
+    def __init__(self, members: list[int], reserves: Reserves) -> None:
+        super().__init__(members)
+        self.members = members
+        self.reserves = reserves
+
+
+@final
+class ClosedError(Exception):
+    """Says that a worker has closed its communicator, and takes part no more."""
 
 
 @final
 class Survivors:
-    """One attempt of those who are left to agree on who they are.
+    """The workers that are left of a group, on their way to meet.
 
     Args:
         dist: The module torch.distributed.
         reserves: Of the group that has ended.
-        rank: The number of this worker in it.
-        store: Where they meet.
+        suspects: Who may be lost.
+        timeout: How long to wait for the others, in seconds.
         completions: Of the loop that waits.
+        abandoned: Gets an item when nobody waits any more.
+
+    Attributes:
+        suspects: The same.
     """
 
     def __init__(
         self,
         dist: ModuleType,
         reserves: Reserves,
-        rank: int,
-        store: Store,
+        suspects: set[int],
+        timeout: float | None,
         completions: CompletionQueue,
+        abandoned: list[object],
     ) -> None:
         self._dist = dist
         self._reserves = reserves
-        self._rank = rank
-        self._store = store
+        self.suspects = suspects
+        self._timeout = timeout
         self._completions = completions
-        self._everyone = set(range(len(reserves.addresses)))
+        self._abandoned = abandoned
+        self._start = monotonic()
+        self._warn_at = self._start + WARN_S
 
-    def members(self, timeout: float | None) -> list[int]:
-        """Wait for the others; return who goes on, by the ranks that they had.
+    @property
+    def _everyone(self) -> set[int]:
+        return set(range(len(self._reserves.addresses)))
+
+    def meet(self) -> Meeting:
+        """Find the first who is left, and meet the others there.
 
         Raises:
-            StallError: If not all have come in time.
-            WorkerLostError: If the others go on without this worker.
-            RuntimeError: If who keeps the store is gone, or silent.
+            GoneOnError: If others of this generation have gone on to the next.
+            Exception: As `meet_survivors`.
         """
-        store, lost, start = self._store, self._reserves.lost, monotonic()
-        keeper = min(self._everyone - lost)
-        is_keeper = self._rank == keeper
-        limit = math.inf if timeout is None else timeout if is_keeper else timeout + DECIDING_S
-        warn_at = start + WARN_S
-        store.set(f"came/{self._rank}", json.dumps(sorted(lost)))
-        while not store.has("members"):
-            now = monotonic()
-            is_given_up = store.add("stalled", 0) > 0
-            is_over = is_given_up or now > start + limit
-            if is_keeper or is_over or now > warn_at:
-                present, out, missing = self._arrivals()
-                if is_keeper and not missing and not is_given_up:
-                    members = sorted(present - out)
-                    agreed = [] if self._are_left_out(members, out) else members
-                    store.set("members", json.dumps(agreed))
-                    continue
-                if is_given_up and not missing:  # they have missed this one
-                    raise left_out_error(self._rank)
-                if is_over:
-                    give_up_together(store, 0 if is_keeper else self._rank, len(present))
-                    lost |= missing or {keeper}
-                    raise self._stalled(missing or {keeper}, timeout)
-                if now > warn_at:
-                    warn_at = math.inf
-                    LOGGER.warning(
-                        "%s not come to shrink for %g s; worker %d waits.",
-                        _have(missing), WARN_S, self._rank,
-                    )  # fmt: skip
-            sleep(JOIN_PAUSE_S)
-        members = json.loads(store.get("members"))
-        if self._rank not in members:
-            raise left_out_error(self._rank)
-        return list(members)
+        reserves, lost = self._reserves, self._reserves.lost
+        while True:
+            say(self._dist, reserves, LEFT_OUT, json.dumps(sorted(lost)))
+            keeper = min(self._everyone - lost)
+            address = own_address(self._dist, reserves, keeper)
+            try:
+                hub = reach(self._dist, address, reserves.place, KEEPER_S, self._completions)
+            except ConnectionRefusedError:
+                self._lose(keeper)
+                continue
+            except TimeoutError:
+                self._lose(keeper, only_if=keeper in self.suspects)
+                self._require_time({keeper}, DECIDING_S)
+                continue
+            try:
+                call = self._call_together if keeper == reserves.rank else self._come
+                members, attempt = call(hub, keeper)
+                store = Store(self._dist.PrefixStore(str(attempt), hub.raw), self._completions)
+                store.set(f"word/{members.index(reserves.rank)}", "")
+            except ClosedError:
+                self._lose(keeper)
+            except RuntimeError as error:
+                if isinstance(error, AioReplicaError):
+                    raise
+                sleep(JOIN_PAUSE_S)  # the store is gone, or silent, as the next look will show
+            else:
+                after = reserves.after(members)
+                return Meeting(store, after.rank, len(members), address, after, reserves, members)
+            finally:
+                hub.close()
 
-    def _arrivals(self) -> tuple[set[int], set[int], set[int]]:
-        """Return who has come, whom they leave out, and who is missing."""
-        store, present, out = self._store, set(), set(self._reserves.lost)
-        for each in self._everyone:
-            if store.has(f"came/{each}"):
-                present.add(each)
-                out |= set(json.loads(store.get(f"came/{each}")))
-        return present, out, self._everyone - out - present
+    def _lose(self, rank: int, *, only_if: bool = True) -> None:
+        if rank == self._reserves.rank:
+            raise ContextError(f"Worker {rank} cannot reach its own store.")
+        if only_if:
+            self._reserves.lost.add(rank)
 
-    def _stalled(self, missing: set[int], timeout: float | None) -> StallError:
+    def _require_time(self, missing: Iterable[int], more_s: float = 0.0) -> None:
+        """Look at the clock.
+
+        Raises:
+            ContextError: If nobody waits for this any more.
+            StallError: If time is up.
+        """
+        now = monotonic()
+        if self._abandoned:
+            raise ContextError("This shrink was cancelled.")
+        if self._timeout is not None and now > self._start + self._timeout + more_s:
+            self._raise_stalled(missing)
+        if now > self._warn_at:
+            self._warn_at = math.inf
+            LOGGER.warning(
+                "%s not come to shrink for %g s; worker %d waits.",
+                _have(missing), WARN_S, self._reserves.rank,
+            )  # fmt: skip
+
+    def _raise_stalled(self, missing: Iterable[int]) -> NoReturn:
+        ranks, timeout = tuple(sorted(missing)), self._timeout
+        self._reserves.lost.update(ranks)
         within = "" if timeout is None else f" within {timeout:g} s"
-        return StallError(
-            f"{_have(missing)} not come to shrink{within}. Look whether each of them "
-            "calls it, or call it again to go on without.",
+        raise StallError(
+            f"{_have(ranks)} not come to shrink{within}. Look whether each of them calls it, or "
+            "call it again to go on without.",
             timeout_s=timeout,
-            ranks=tuple(sorted(missing)),
+            ranks=ranks,
         )
 
-    def _are_left_out(self, members: Sequence[int], out: set[int]) -> bool:
-        """Tell whether someone who is thought to be gone lives, and leaves out one of these."""
-        for rank in sorted(out):
-            address = self._reserves.addresses[rank]
-            store = reach(self._dist, address, LEFT_OUT, REACH_S, self._completions)
-            if store is None:
-                continue
-            key = str(self._reserves.generation)
-            with closing(store):
-                if store.has(key) and set(members).intersection(json.loads(store.get(key))):
-                    return True
-        return False
+    # ---- in the store of this worker -----------------------------------------------------
+
+    def _call_together(self, hub: Store, keeper: int) -> tuple[list[int], int]:
+        """Wait for the others, and decide who goes on; return them, and the number of the attempt.
+
+        Raises:
+            Exception: As `meet`.
+        """
+        attempt = self._reserves.attempt = hub.add(ATTEMPT, 1)
+        questions = Questions(self._dist, self._reserves, self._completions, REACH_S)
+        hub.set(f"{attempt}/came/{keeper}", "[]")
+        looked_at: set[int] = set()
+        while True:
+            present, out = self._arrivals(hub, attempt)
+            missing = self._everyone - out - present
+            try:
+                if keeper in out:  # one of the others leaves this worker out
+                    raise left_out_error(keeper)
+                for each in sorted(missing | (out - looked_at)):
+                    word = questions.word(each)
+                    if word is not None and self._has_heard(each, word, out, present):
+                        looked_at.add(each)
+                if not missing and out <= looked_at:
+                    hub.set(f"{attempt}/members", json.dumps(sorted(present - out)))
+                    return sorted(present - out), attempt
+                self._require_time(missing)
+            except StallError:
+                hub.set(f"{attempt}/missed", json.dumps(sorted(missing)))
+                raise
+            except AioReplicaError:
+                hub.set(f"{attempt}/members", "[]")
+                raise
+            sleep(JOIN_PAUSE_S)
+
+    def _arrivals(self, hub: Store, attempt: int) -> tuple[set[int], set[int]]:
+        """Return who has come, and whom these and this worker leave out."""
+        present, out = set[int](), set(self._reserves.lost)
+        for each in self._everyone:
+            if hub.has(f"{attempt}/came/{each}"):
+                present.add(each)
+                out |= set(json.loads(hub.get(f"{attempt}/came/{each}")))
+        return present, out
+
+    def _has_heard(self, rank: int, word: Word, out: set[int], present: set[int]) -> bool:
+        """Hear what one says that is missing or left out; true if it is out, and may be.
+
+        Raises:
+            GoneOnError: If it has gone on.
+            WorkerLostError: If it leaves out one of those who are here.
+        """
+        if word.gone_on is not None:
+            raise GoneOnError(*word.gone_on)
+        if rank not in out:
+            if word.is_gone or (word.is_silent and rank in self.suspects):
+                self._lose(rank)
+                say(
+                    self._dist, self._reserves, LEFT_OUT,
+                    json.dumps(sorted(self._reserves.lost)),
+                )  # fmt: skip
+            return False
+        if word.left_out & (present - out):
+            raise left_out_error(self._reserves.rank)
+        return True
+
+    # ---- in that of another --------------------------------------------------------------
+
+    def _come(self, hub: Store, keeper: int) -> tuple[list[int], int]:
+        """Come to the store of another one, and wait for what it decides.
+
+        Raises:
+            ClosedError: If that one takes part no more.
+            Exception: As `meet`.
+        """
+        reserves, attempt = self._reserves, 0
+        while True:
+            word = word_in(hub)
+            if word.gone_on is not None:
+                raise GoneOnError(*word.gone_on)
+            if word.is_gone:
+                raise ClosedError(keeper)
+            newest = hub.add(ATTEMPT, 0)
+            if newest > max(attempt, reserves.attempt):
+                attempt = newest
+                hub.set(f"{attempt}/came/{reserves.rank}", json.dumps(sorted(reserves.lost)))
+            if attempt and hub.has(f"{attempt}/members"):
+                reserves.attempt = attempt
+                members = list(map(int, json.loads(hub.get(f"{attempt}/members"))))
+                if reserves.rank not in members:
+                    raise left_out_error(reserves.rank)
+                return members, attempt
+            if attempt and hub.has(f"{attempt}/missed"):
+                reserves.attempt = attempt
+                missed = set(map(int, json.loads(hub.get(f"{attempt}/missed"))))
+                if reserves.rank in missed:
+                    raise left_out_error(reserves.rank)
+                self._raise_stalled(missed)
+            self._require_time({keeper}, DECIDING_S)
+            sleep(JOIN_PAUSE_S)
 
 
 def _have(missing: Iterable[int]) -> str:
@@ -347,52 +388,86 @@ def left_out_error(rank: int) -> WorkerLostError:
 def meet_more(
     dist: ModuleType,
     reserves: Reserves,
-    rank: int,
     num_new: int,
     timeout: float | None,
     completions: CompletionQueue,
+    abandoned: list[object],
 ) -> Meeting:
     """Start more workers, and meet them and the others in the reserve of worker 0.
 
-    Each of the workers starts one, in turns, on its own host.
+    Each of the workers starts one, in turns, on its own host. If this fails on one, those that it
+    has started are ended, and all others are told.
 
     Args:
         dist: The module torch.distributed.
         reserves: Of the group so far.
-        rank: The number of this worker in it.
         num_new: How many to add.
         timeout: How long to wait for the others, in seconds.
         completions: Of the loop that waits.
+        abandoned: Gets an item when nobody waits any more.
 
     Raises:
+        ContextError: If a process could not be started here, or this was abandoned.
         StallError: If not all came in time; names those that did not.
-        WorkerLostError: If worker 0 is gone, or a worker that this one has started has ended.
+        WorkerLostError: If worker 0 is gone, a worker that was started has ended, or another
+            worker could not start one.
     """
-    before, place = len(reserves.addresses), reserves.new_attempt("grow")
-    size = before + num_new
-    address = reserves.addresses[0]
-    store = reach(dist, address, place, KEEPER_S, completions)
-    if store is None:
-        raise WorkerLostError(f"Worker 0 does not answer at {address}.", ranks=(0,))
-    host, port = _split(address)
+    rank, before = reserves.rank, len(reserves.addresses)
+    place, size, address = f"{reserves.place}/grow", before + num_new, reserves.addresses[0]
+    try:
+        store = reach(dist, own_address(dist, reserves, 0), place, KEEPER_S, completions)
+    except OSError as error:
+        raise WorkerLostError(f"Worker 0 does not answer at {address}: {error}", ranks=(0,)) from (
+            error
+        )
+    host, port = split(address)
     variables = {
         "WORLD_SIZE": str(size), "MASTER_ADDR": host, "MASTER_PORT": str(port),
         WORKERS_BEFORE: str(before), MEETING: place,
     }  # fmt: skip
+    started: dict[int, Any] = {}
+
+    def look() -> None:
+        if abandoned:
+            raise ContextError("This grow was cancelled.")
+        for each, process in started.items():
+            if process.poll() is not None:
+                raise WorkerLostError(
+                    f"Worker {each}, which worker {rank} has started, ended with status "
+                    f"{process.returncode} before all had come: see what it printed. The program "
+                    "has to leave its place to ar.cluster.resolve().",
+                    ranks=(each,),
+                )
+
     try:
-        started = {
-            each: start_worker({**variables, "RANK": str(each)})
-            for each in range(before, size)
-            if each % before == rank
-        }
+        for each in range(before, size):
+            if each % before == rank:
+                started[each] = start_worker({**variables, "RANK": str(each)})
         resolver = ClusterResolver(
             task_id=rank, num_workers=size, coordinator_address=address, source="grow"
         )
-        if rank == 0:
-            store.set("generation", str(reserves.generation + 1))
-        announce_reserve(dist, store, rank, address)
-        meet(store, resolver, timeout, started)
-        return Meeting(store, rank, size, address, reserves_in(store, size))
-    except BaseException:
+        announce_reserve(dist, store, rank, address, reserves.group, reserves.generation + 1)
+        meet(store, resolver, timeout, look)
+        after = reserves_in(store, rank, size)
+    except BaseException as error:
+        for process in started.values():
+            process.kill()
+            process.wait()
+        failure = _failure_to_grow(error, rank, address)
+        with suppress(RuntimeError):
+            store.set("reason", json.dumps([str(failure), getattr(failure, "ranks", ())]))
+            store.add("stalled", 1)
         store.close()
-        raise
+        raise failure from error
+    return Meeting(store, rank, size, address, after, reserves, range(before))
+
+
+def _failure_to_grow(error: BaseException, rank: int, address: str) -> BaseException:
+    if isinstance(error, StoreSilentError):
+        text = f"Worker 0, which keeps the store at {address}, has stopped: it does not answer."
+        return StallError(text, ranks=(0,))
+    if isinstance(error, AioReplicaError) or not isinstance(error, Exception):
+        return error
+    if isinstance(error, RuntimeError):
+        return WorkerLostError(f"Worker 0 is gone: its store at {address} is.", ranks=(0,))
+    return ContextError(f"Worker {rank} could not start more workers: {error}")

@@ -6,14 +6,15 @@ thread that hangs, and who asks waits with a deadline.
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from queue import SimpleQueue
 from time import monotonic, sleep
-from types import MappingProxyType, ModuleType
-from typing import Any, Generic, TypeVar, cast, final
+from types import ModuleType
+from typing import Any, Generic, NoReturn, TypeVar, cast, final
 
 from ..devices import CompletionQueue, Lane, Op, new_gate
 from ..errors import StallError, WorkerLostError
@@ -30,7 +31,6 @@ SILENT_S = 1.0  # without an answer, and later calls wait no more
 STORE_S = 300.0  # to meet in the store, without a timeout
 LEAVE_S = 0.7  # that worker 0, which keeps the store, waits for the others to leave
 JOIN_PAUSE_S = 0.01
-NONE_STARTED: Mapping[int, Callable[[], int | None]] = MappingProxyType({})
 
 
 class StoreSilentError(RuntimeError):
@@ -174,7 +174,7 @@ def meet(
     store: Store,
     resolver: ClusterResolver,
     timeout: float | None,
-    started: Mapping[int, Callable[[], int | None]] = NONE_STARTED,
+    look: Callable[[], object] = lambda: None,
 ) -> None:
     """Wait in the store until all workers have come, and see whether they agree.
 
@@ -182,12 +182,12 @@ def meet(
         store: For this meeting.
         resolver: Which worker this is, of how many.
         timeout: How long to wait for the others, in seconds.
-        started: Tell the status with which a worker that this one has started has ended, by rank.
+        look: Called again and again; what it raises ends the wait.
 
     Raises:
         StallError: If not all came in time; names those that did not.
         ValueError: If they do not agree.
-        WorkerLostError: If a process that was started has ended before it came.
+        WorkerLostError: If another worker has said why they cannot meet.
     """
     start, rank, size = monotonic(), resolver.rank, resolver.num_workers
     address = resolver.coordinator_address
@@ -200,7 +200,7 @@ def meet(
     store.set(f"size/{rank}", str(size))
     warn_at = start + WARN_S
     waited_for = set(range(size))
-    while waited_for:
+    while True:
         for each in sorted(waited_for):
             if store.has(f"size/{each}"):
                 told = int(store.get(f"size/{each}"))
@@ -210,51 +210,38 @@ def meet(
                         f"of {size}. Start all with the same number."
                     )
                 waited_for.discard(each)
+        is_late = timeout is not None and monotonic() > start + timeout
+        if store.add("stalled", 0) or (is_late and waited_for):
+            _give_up(store, resolver, timeout, waited_for)
         if not waited_for:
             return
-        _require_running(store, rank, started, waited_for)
-        if timeout is not None and (monotonic() > start + timeout or store.add("stalled", 0)):
-            give_up_together(store, rank, size - len(waited_for))
-            missing = tuple(sorted(waited_for))
-            raise StallError(
-                f"{workers_in_words(missing)} did not come to {address} within {timeout:g} s. "
-                "Look whether each worker was started, or raise the timeout.",
-                timeout_s=timeout,
-                ranks=missing,
-            )
+        look()
         if monotonic() > warn_at:
             warn_at = math.inf
-            _warn(rank, address, waited_for)
+            LOGGER.warning(
+                "Worker %d has waited %.0f s at %s for %s to come, and goes on waiting.",
+                rank, WARN_S, address, workers_in_words(tuple(sorted(waited_for))).lower(),
+            )  # fmt: skip
         sleep(JOIN_PAUSE_S)
 
 
-def _require_running(
-    store: Store,
-    rank: int | None,
-    started: Mapping[int, Callable[[], int | None]],
-    waited_for: set[int],
-) -> None:
-    """Check the processes of workers that have not come; tell the others if one has ended.
-
-    Raises:
-        WorkerLostError: If one has.
-    """
-    for each in started.keys() & waited_for:
-        if (status := started[each]()) is not None:
-            store.add("stalled", 1)
-            raise WorkerLostError(
-                f"Worker {each}, which worker {rank} has started, ended with status {status} "
-                "before it came: see what it printed. The program has to leave its place to "
-                "ar.cluster.resolve().",
-                ranks=(each,),
-            )
-
-
-def _warn(rank: int | None, address: str | None, waited_for: Iterable[int]) -> None:
-    LOGGER.warning(
-        "Worker %d has waited %.0f s at %s for %s to come, and goes on waiting.",
-        rank, WARN_S, address, workers_in_words(tuple(sorted(waited_for))).lower(),
-    )  # fmt: skip
+def _give_up(
+    store: Store, resolver: ClusterResolver, timeout: float | None, waited_for: set[int]
+) -> NoReturn:
+    """Say why the workers do not meet: time is up, or another one has told so."""
+    if store.has("reason"):
+        reason, ranks = json.loads(store.get("reason"))
+        raise WorkerLostError(f"The workers cannot meet: {reason}", ranks=tuple(ranks))
+    give_up_together(store, resolver.rank, resolver.num_workers - len(waited_for))
+    missing = tuple(sorted(waited_for))
+    within = "" if timeout is None else f" within {timeout:g} s"
+    who = f"{workers_in_words(missing)} did not come" if missing else "The others have not waited"
+    raise StallError(
+        f"{who} to {resolver.coordinator_address}{within}. Look whether each worker was started, "
+        "or raise the timeout.",
+        timeout_s=timeout,
+        ranks=missing,
+    )
 
 
 def give_up_together(store: Store, rank: int | None, num_present: int) -> None:

@@ -25,7 +25,8 @@ from ..errors import ContextError
 from ..tree import Array
 from ._communicator import ENDED, LOST, Failure
 from ._rows import workers_in_words
-from ._torch_resize import Meeting, meet_more, meet_survivors
+from ._torch_reserves import CLOSED, Meeting, say
+from ._torch_resize import CONNECT_S, meet_more, meet_survivors
 from ._torch_store import ANSWER_S, JOIN_PAUSE_S, LEAVE_S, Answer, is_kept_by_torchrun
 from ._transport import PASSED, WAITING, Group, GroupEndedError, Note, Poll, Transport, joined
 
@@ -52,6 +53,7 @@ class TorchTransport(Transport):
 
     Attributes:
         store: The same.
+        knows_stalled: Whether those who are named by the failure of the group have stopped in it.
     """
 
     added = ("float32", "float64", "int32", "int64")
@@ -69,6 +71,7 @@ class TorchTransport(Transport):
         self.rank, self.size = rank, size
         self._torch, self._dist, self.store = torch, dist, store
         self._reserves = meeting.reserves
+        self.knows_stalled = True
         self._completions, self._ring = completions, ring
         self._limit = NO_TIMEOUT if timeout is None else timedelta(seconds=timeout + SLACK_S)
         self._group = group = self._new_group(meeting)
@@ -88,14 +91,16 @@ class TorchTransport(Transport):
         """Connect those who have met; beside the group of the program, if it has made one."""
         dist, place = self._dist, (meeting.rank, meeting.size)
         store = dist.PrefixStore("group", self.store.raw)
+        if meeting.before is not None:  # those of the program's are others, or will be
+            gloo = dist.ProcessGroupGloo(store, *place, timedelta(seconds=CONNECT_S))
+            gloo._set_default_timeout(self._limit)
+            return gloo
         if not dist.is_initialized():
             rank, size = place
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=size, timeout=self._limit
             )
             return dist.group.WORLD
-        if meeting.reserves.generation:  # the workers of the program's are others
-            return dist.ProcessGroupGloo(store, *place, self._limit)
         if (dist.get_rank(), dist.get_world_size()) != place:
             raise ContextError(
                 f"torch.distributed was initialised as worker {dist.get_rank()} of "
@@ -109,6 +114,7 @@ class TorchTransport(Transport):
         failure: Failure | None,
         timeout: float | None,
         completions: CompletionQueue,
+        abandoned: list[object],
     ) -> Meeting:
         """Meet those who are left, or all there are with some who are added; let this group go.
 
@@ -117,19 +123,19 @@ class TorchTransport(Transport):
             failure: Why it has.
             timeout: How long to wait for the others, in seconds.
             completions: Of the loop that waits.
+            abandoned: Gets an item when nobody waits any more.
 
         Raises:
+            ContextError: If a worker could not be started, or this was abandoned.
             StallError: If not all came in time.
             WorkerLostError: If one was lost, or the others go on without this one.
         """
+        rest = timeout, completions, abandoned
         if num_new:
-            meeting = meet_more(
-                self._dist, self._reserves, self.rank, num_new, timeout, completions
-            )
+            meeting = meet_more(self._dist, self._reserves, num_new, *rest)
         else:
-            meeting = meet_survivors(
-                self._dist, self._reserves, self.rank, failure, timeout, completions
-            )
+            known = None if failure is not None and not self.knows_stalled else failure
+            meeting = meet_survivors(self._dist, self._reserves, known, *rest)
         self._let_go().clear()
         return meeting
 
@@ -317,6 +323,16 @@ class TorchTransport(Transport):
         if groups:
             self._on_a_thread(groups.clear)
 
+    def leave(self) -> None:
+        """Give the group up, and let the others see that."""
+        self._say_closed()
+        self.end()
+        self.store.close()
+
+    def _say_closed(self) -> None:
+        if self._reserves.addresses:  # none under torchrun
+            say(self._dist, self._reserves, CLOSED, "")
+
     def _let_go(self) -> list[object]:
         """Return the process groups, whose connections are closed when nothing refers to them."""
         if not self._is_open:
@@ -336,6 +352,7 @@ class TorchTransport(Transport):
         They may still be in the last call, and read notes.
         """
         store, end = self.store, monotonic() + LEAVE_S
+        self._say_closed()
         left = store.ask(partial(store.raw.add, "left", 1))
 
         def poll() -> bool:

@@ -30,7 +30,7 @@ async def test_a_store_that_goes_while_workers_meet_is_a_loss(
     resolver = ClusterResolver(task_id=1, num_workers=2, coordinator_address="127.0.0.1:1")
 
     with pytest.raises(WorkerLostError, match=r"store at 127.0.0.1:1.*\(Connection reset") as told:
-        _torch.join(resolver, 1.0, CompletionQueue.of_running_loop())
+        _torch.join(resolver, 1.0, CompletionQueue.of_running_loop(), [])
 
     assert told.value.ranks == (0,)
 

@@ -176,6 +176,32 @@ async def shrinking(c: Communicator, argument: str) -> Any:
     return {"size": smaller.size, "total": int(total), "lost": lost["ranks"]}
 
 
+async def slow(c: Communicator, argument: str) -> Any:
+    """Worker 2 dies while worker 0 computes for longer than the others wait for its word."""
+    await c.barrier()
+    if c.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if c.rank == 0:
+        time.sleep(4.5)  # noqa: ASYNC251 - stands for what it computes
+    error = await _error_of(c)
+    smaller = await c.shrink()
+    total = await smaller.all_reduce(1.0)
+    await smaller.aclose()
+    return {"error": error["error"], "size": int(total)}
+
+
+async def beside(c: Communicator, argument: str) -> Any:
+    """Worker 1 dies, and the program has a group of its own, which is not for that."""
+    import torch.distributed as dist
+
+    is_own = dist.get_rank() == c.rank
+    lost = await kill(c, "1")
+    smaller = await c.shrink()
+    total = await smaller.all_reduce(1.0)
+    await smaller.aclose()
+    return {"own": is_own and dist.is_initialized(), "lost": lost["ranks"], "size": int(total)}
+
+
 async def twice(c: Communicator, argument: str) -> Any:
     try:
         await connect(timeout=5.0)
@@ -288,7 +314,7 @@ async def left_behind(c: Communicator, argument: str) -> Any:
     c._timeout = 1.5
     if c.rank == int(late):
         await until_said(folder, c.size - 2)
-    while len(told) < (4 if c.rank == int(late) == 0 else 3):
+    while len(told) < 3:
         try:
             smaller = await c.shrink()
         except (StallError, WorkerLostError) as error:
@@ -319,6 +345,11 @@ async def main(scenario: str, argument: str) -> None:
             task_id=rank, num_workers=size, coordinator_address=address, source="the test"
         )
     rank = resolver.rank if resolver is not None else ar.cluster.resolve().rank
+    if scenario == "beside":
+        import torch.distributed as dist
+
+        place = {"rank": rank, "world_size": int(os.environ["WORLD_SIZE"])}
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{argument}", **place)
     if scenario == "never" and rank == 1:
         await until_said(argument, 2)
         return

@@ -25,6 +25,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import aioreplica as ar
 from aioreplica.checkpoint import LocalStorage, Savepoint
+from aioreplica.cluster import _torch_resize
 from aioreplica.cluster._torch_store import Store
 from aioreplica.errors import MergeMismatchError, StallError, WorkerLostError
 from tests.checkpoint.simulated_files import FaultyStorage
@@ -208,18 +209,27 @@ async def grow(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
 
 
 async def shrink_again(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
-    """The last worker is killed in a step, and worker 0 or 1 when it has come to shrink."""
+    """The last worker is killed in a step, and another one once it has written: "0@1/members"."""
     expected = await alone()
     training = Training(strategy, {3: 3})
-    set_value = Store.set
+    victim, _, last = argument.partition("@")
+    set_value, decide = Store.set, _torch_resize.decide
 
     def set_and_die(store: Store, key: str, value: str | bytes) -> None:
         set_value(store, key, value)
-        if key == f"came/{argument}":
+        if key == last:
             kill_me()
 
-    Store.set = set_and_die  # type: ignore[method-assign]
-    began, told = 0.0, []
+    def decide_and_die(store: Store, value: str) -> bool:
+        is_on = decide(store, value)
+        if last == "decided":
+            kill_me()
+        return is_on
+
+    if rank_of(strategy) == int(victim):
+        Store.set = set_and_die  # type: ignore[method-assign]
+        _torch_resize.decide = decide_and_die
+    told: list[str] = []
     async with training.batches:
         while True:
             try:
@@ -228,7 +238,6 @@ async def shrink_again(strategy: ar.MultiWorkerMirroredStrategy, argument: str) 
                 await training.to_the_end()
                 break
             except (StallError, WorkerLostError) as error:
-                began = began or time.monotonic()
                 told.append(f"{type(error).__name__} {list(error.ranks)}")
     return {"told": told, "learned": training.learned() == expected}
 
@@ -248,6 +257,27 @@ async def grow_in_vain(strategy: ar.MultiWorkerMirroredStrategy, argument: str) 
         await training.to_the_end()
     size = strategy.num_replicas_in_sync
     return {"told": told, "replicas": size, "learned": training.learned() == expected}
+
+
+async def again(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
+    """Workers 0 and 1 add a third one, close, and do it all again with another strategy."""
+
+    async def grown(strategy: ar.MultiWorkerMirroredStrategy) -> int:
+        training = Training(strategy, {})
+        async with training.batches:
+            await strategy.grow(3, training.kept)
+            await training.to_the_end()
+        return strategy.num_replicas_in_sync
+
+    workers = strategy._runtime.workers
+    assert workers is not None
+    was_new = workers.is_new
+    sizes = [await grown(strategy)]
+    await strategy.aclose()
+    if not was_new:
+        async with ar.MultiWorkerMirroredStrategy() as other:
+            sizes.append(await grown(other))
+    return sizes
 
 
 async def replace(strategy: ar.MultiWorkerMirroredStrategy, argument: str) -> Any:
@@ -574,7 +604,7 @@ async def main(scenario: str, argument: str) -> None:
         sys.exit(3)
     ar.set_logical_devices("cpu", 2)
     timeout_s = float(os.environ.get("TEST_TIMEOUT_S", TIMEOUT_S))
-    options = ar.CommunicationOptions(timeout_seconds=timeout_s)
+    options = ar.CommunicationOptions(timeout_seconds=timeout_s or None)
     strategy = ar.MultiWorkerMirroredStrategy(options=options)
     rank = rank_of(strategy)
     async with strategy:

@@ -51,6 +51,7 @@ ALLOWED = {
     "strategies/test_quiet_runs.py": "on a loop of its own, in virtual time",
     "strategies/test_watching.py::test_the_code_that_holds_the_loop_is_named_in_the_log":
         "what holds a loop takes real time; it is repeated until it was seen",
+    "cluster_engines/program.py::slow": "longer than others wait for the word of a worker",
     "cluster_engines/program.py::late": "a wait has to take time to show what it costs",
     "fuzz/calls.py::Calls": "random programs: what holds, holds for every pause",
     "parameter_server_engine/closures.py::sleep_async": "closures that take time, and are awaited",
