@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from aioreplica.cluster import ClusterResolver, _torch
+from aioreplica.cluster import ClusterResolver, _torch, _torch_reserves
+from aioreplica.cluster._processes import ProcessId, require_own_program
+from aioreplica.cluster._torch_reserves import Reserves, own_host_towards
 from aioreplica.cluster._torch_store import Store, StoreSilentError
 from aioreplica.devices import CompletionQueue
-from aioreplica.errors import WorkerLostError
+from aioreplica.errors import ContextError, WorkerLostError
 
 
 @pytest.mark.asyncio
@@ -44,3 +46,49 @@ async def test_a_store_that_was_given_back_refuses_calls_at_once() -> None:
 
     with pytest.raises(StoreSilentError, match="given back"):
         store.call(lambda: 3)
+
+
+@pytest.mark.parametrize(
+    ("address", "rank", "own"),
+    [
+        ("a.cluster:2222", 0, "a.cluster"),  # where the others have found it
+        ("127.0.0.1:2222", 1, "127.0.0.1"),
+        ("a.cluster:2222", 1, "a.cluster"),  # this host, whose name is one of itself alone
+    ],
+)
+def test_a_worker_tells_the_others_an_address_that_they_reach(
+    monkeypatch: pytest.MonkeyPatch, address: str, rank: int, own: str
+) -> None:
+    found = _torch_reserves._addresses("127.0.0.1", 2222)
+    monkeypatch.setattr(_torch_reserves, "_addresses", lambda *_: found)
+
+    assert own_host_towards(address, rank) == own
+
+
+def test_an_unknown_name_leads_nowhere() -> None:
+    assert _torch_reserves._addresses("no such host.invalid", 1) == []
+
+
+def test_reserves_follow_the_workers_that_are_left() -> None:
+    processes = [ProcessId("here", number, "1") for number in range(3)]
+    reserves = Reserves("g", ["a:1", "b:1", "c:1"], processes, 4, rank=2, lost={1})
+
+    after = reserves.after([0, 2])
+
+    assert after == Reserves("g", ["a:1", "c:1"], [processes[0], processes[2]], 5, rank=1)
+    assert Reserves.decode(after.encode().encode()) == Reserves(
+        "g", after.addresses, after.processes, 5
+    )
+    reserves.become(after, 1)
+    assert reserves == after
+    assert reserves.place == "aioreplica/g/5"
+
+
+@pytest.mark.parametrize("argv", [[], [""], ["-"]])
+def test_what_has_no_program_cannot_be_started_once_more(
+    monkeypatch: pytest.MonkeyPatch, argv: list[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", argv)
+
+    with pytest.raises(ContextError, match=r"which has no program.*into a file"):
+        require_own_program("grow")
