@@ -10,7 +10,6 @@ import asyncio
 import os
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -22,12 +21,12 @@ from ..devices import CompletionQueue, Lane, Op
 from ..errors import AioReplicaError, ContextError, StallError, WorkerLostError
 from ._communicator import ENDED, LOST, STALLED, Communicator, Failure, require_timeout
 from ._engine import EngineCommunicator, forget, has_ended
-from ._environment import MEETING, is_added
+from ._environment import MEETING, WORKERS_BEFORE, is_added
 from ._poller import Poller
 from ._processes import require_own_program
 from ._resolver import ClusterResolver
-from ._torch_reserves import Meeting, Reserves, announce_reserve, new_group, reserves_in
-from ._torch_resize import decide, settle
+from ._torch_reserves import Meeting, Reserves, announce_reserve, no_reserve, reserves_in
+from ._torch_resize import CONNECT_S, DECIDING_S, settle
 from ._torch_store import Store, StoreSilentError, is_kept_by_torchrun, meet, open_store
 from ._torch_transport import SLACK_S, TorchTransport
 from ._transport import Link
@@ -123,18 +122,21 @@ class TorchCommunicator(EngineCommunicator):
             meeting = joining.result()
             poller = the_poller()
             connecting = Op(
-                completions, new_transport, (meeting, timeout, completions, poller.ring), {}, lane
-            )
+                completions, new_transport,
+                (meeting, timeout, completions, poller.ring, abandoned), {}, lane,
+            )  # fmt: skip
             connecting.put()
             connecting.add_done_callback(forget)  # it may end after the timeout
-            limit = None  # what follows a change of their number has limits of its own
-            if timeout is not None and meeting.before is None:
-                limit = timeout + SLACK_S
+            limit = None if timeout is None else timeout + SLACK_S
+            if meeting.before is not None:
+                limit = CONNECT_S + 2 * DECIDING_S
             if not await has_ended(connecting, limit):
+                abandoned.append(None)
+                connecting.add_done_callback(_leave)
                 raise StallError(
                     f"Not all workers that came to {meeting.address} could be connected within "
-                    f"{timeout:g} s: one of them has stopped. Look whether a process is suspended.",
-                    timeout_s=timeout,
+                    f"{limit:g} s: one of them has stopped. Look whether a process is suspended.",
+                    timeout_s=limit,
                 )
             transport = connecting.result()
         except asyncio.CancelledError:
@@ -142,6 +144,8 @@ class TorchCommunicator(EngineCommunicator):
             joining.add_done_callback(forget)
             if connecting is not None:
                 connecting.add_done_callback(_leave)
+            elif joining.done() and joining.exception() is None:
+                joining.result().give_up()
             raise
         finally:
             lane.stop()
@@ -246,12 +250,13 @@ def join(
     rank, size = resolver.rank, resolver.num_workers
     assert rank is not None  # checked by `connect`
     try:
-        if not is_kept_by_torchrun():
-            announce_reserve(dist, store, rank, address, new_group(), 0)
-        meet(store, resolver, timeout)
+        announce = partial(announce_reserve, dist, store, rank, address, 0)
+        meet(store, resolver, timeout, no_reserve if is_kept_by_torchrun() else announce)
         reserves = Reserves() if is_kept_by_torchrun() else reserves_in(store, rank, size)
-        before = Reserves() if is_added(resolver) else None
-        return Meeting(store, rank, size, address, reserves, before)
+        if not is_added(resolver):
+            return Meeting(store, rank, size, address, reserves)
+        members = range(int(os.environ[WORKERS_BEFORE]))
+        return Meeting(store, rank, size, address, reserves, Reserves(), members)
     except StoreSilentError:
         store.close()
         keeper = () if is_kept_by_torchrun() else (0,)
@@ -278,26 +283,27 @@ def new_transport(
     timeout: float | None,
     completions: CompletionQueue,
     ring: Callable[[], None],
+    abandoned: list[object],
 ) -> TorchTransport:
     """Let Gloo connect the workers, which have met.
 
     Raises:
+        ContextError: If nobody waits for it any more.
         WorkerLostError: If it cannot.
     """
     torch, dist = import_torch()
     transport: TorchTransport | None = None
     try:
         transport = TorchTransport(torch, dist, meeting, timeout, completions, ring)
+        if abandoned:
+            raise ContextError("Nobody waits for this group any more.")
         if meeting.before is not None:
             settle(dist, meeting)
         return transport
     except BaseException as error:
         if transport is not None:
             transport.end()
-        if meeting.before is not None:
-            with suppress(RuntimeError):
-                decide(meeting.store, "failed")
-        meeting.store.close()
+        meeting.give_up()
         if not isinstance(error, RuntimeError) or isinstance(error, AioReplicaError):
             raise
         raise WorkerLostError(

@@ -46,8 +46,10 @@ class Reserves:
         processes: The workers' own.
         generation: How often the number of workers has changed.
         rank: The number of this worker among them.
-        attempt: The number of the newest attempt to meet the survivors that has ended here.
-        lost: Ranks of those that are left out of the next one.
+        attempts: By the owner of the store, the number of the newest attempt to meet the survivors
+            there that has ended here.
+        suspects: Ranks of those that may be lost.
+        lost: Ranks of those that are left out of the next attempt.
     """
 
     group: str = ""
@@ -55,7 +57,8 @@ class Reserves:
     processes: list[ProcessId] = field(default_factory=list)
     generation: int = 0
     rank: int = 0
-    attempt: int = 0
+    attempts: dict[int, int] = field(default_factory=dict)
+    suspects: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
 
     @property
@@ -63,17 +66,18 @@ class Reserves:
         """What the keys of this generation begin with."""
         return f"aioreplica/{self.group}/{self.generation}"
 
-    def after(self, members: Sequence[int]) -> Reserves:
-        """Return those of the workers that are left."""
+    def after(self, members: Sequence[int], group: str) -> Reserves:
+        """Return those of the workers that are left, under another name."""
         addresses = [self.addresses[rank] for rank in members]
         processes = [self.processes[rank] for rank in members]
         rank = members.index(self.rank)
-        return Reserves(self.group, addresses, processes, self.generation + 1, rank)
+        return Reserves(group, addresses, processes, self.generation + 1, rank)
 
     def become(self, other: Reserves, rank: int) -> None:
         """Be those of a later generation."""
         self.group, self.addresses, self.processes = other.group, other.addresses, other.processes
-        self.generation, self.rank, self.attempt, self.lost = other.generation, rank, 0, set()
+        self.generation, self.rank = other.generation, rank
+        self.attempts, self.suspects, self.lost = {}, set(), set()
 
     def encode(self) -> str:
         """Return it for a store, without what is this worker's own."""
@@ -109,6 +113,13 @@ class Meeting:
     before: Reserves | None = None
     members: Sequence[int] = ()
 
+    def give_up(self) -> None:
+        """Say that not all go on, unless that is decided; give the store back. Does not wait."""
+        raw = self.store.raw
+        if self.before is not None:
+            self.store.ask(lambda: raw.compare_set("decided", "", "failed"))
+        self.store.close()
+
 
 def reserve_of_process(dist: ModuleType) -> Any:
     """Return the store that this process keeps in reserve, from the first call to its end."""
@@ -127,28 +138,49 @@ def say(dist: ModuleType, reserves: Reserves, key: str, value: str) -> None:
         reserve_of_process(dist).set(f"{reserves.place}/{key}", value)
 
 
+def say_closed(dist: ModuleType, reserves: Reserves) -> None:
+    """Say that this worker takes part no more."""
+    if reserves.addresses:  # none under torchrun
+        say(dist, reserves, CLOSED, "")
+
+
+def newest_reserves() -> dict[int, Reserves]:
+    """Return those of the newest group, by the process."""
+    return REGISTRY.once("torch_newest", dict[int, Reserves])
+
+
+def say_newest_closed(dist: ModuleType) -> None:
+    """Say so of the newest group, before this process waits for another one at its end."""
+    reserves = newest_reserves().get(os.getpid())
+    if reserves is not None:
+        say_closed(dist, reserves)
+
+
 # ---- addresses ---------------------------------------------------------------------------
 
 
 def announce_reserve(
-    dist: ModuleType, store: Store, rank: int, address: str, group: str, generation: int
+    dist: ModuleType, store: Store, rank: int, address: str, generation: int
 ) -> None:
-    """Tell the others where this worker's reserve is, before the meeting at an address.
+    """Tell the others where this worker's reserve is, at a meeting.
 
     Args:
         dist: The module torch.distributed.
         store: Of the meeting.
-        rank: The number of this worker.
+        rank: The number of this worker; worker 0 names the group.
         address: Where the meeting is.
-        group: Said by worker 0: what tells the group from others.
-        generation: Likewise, how often the number of workers has changed.
+        generation: How often the number of workers has changed, which worker 0 tells.
     """
     if rank == 0:
-        store.set("group", json.dumps([group, generation]))
+        store.set("group", json.dumps([new_group(), generation]))
     host = own_host_towards(address, rank)
     shown = f"[{host}]" if ":" in host else host
     told = [f"{shown}:{reserve_of_process(dist).port}", *this_process()]
     store.set(f"reserve/{rank}", json.dumps(told))
+
+
+def no_reserve() -> None:
+    """Tell nothing: torchrun keeps the number of workers."""
 
 
 def new_group() -> str:
@@ -222,9 +254,14 @@ def reach(
         raw.set_timeout(timedelta(seconds=STORE_S))
         return raw
 
-    answer: Answer[Any] = Answer(connect)
-    _on_a_thread(answer, completions)  # while the other process is stopped it hangs
-    answer.wait(seconds)
+    begun = REGISTRY.once("torch_reaching", dict[str, Answer[Any]])
+    answer = begun.get(address)
+    if answer is None:  # else it hangs, as the other process is stopped
+        answer = begun[address] = Answer(connect)
+        _on_a_thread(answer, completions)
+    if not answer.wait(seconds):
+        raise TimeoutError(f"{address} does not answer")
+    begun.pop(address, None)
     try:
         return Store(dist.PrefixStore(place, answer.result()), completions)
     except RuntimeError as error:
@@ -239,12 +276,14 @@ class Word:
     Attributes:
         is_gone: No process listens at its address, or it has closed its communicator.
         is_silent: Nobody answers.
+        is_shrinking: It wants to meet the survivors.
         left_out: Without whom it means to go on.
         gone_on: With whom it has, by the ranks that they had, and where they are found.
     """
 
     is_gone: bool = False
     is_silent: bool = False
+    is_shrinking: bool = False
     left_out: frozenset[int] = frozenset()
     gone_on: tuple[list[int], Reserves] | None = None
 
@@ -269,13 +308,20 @@ class Questions:
         self._seconds = seconds
         self._asked: dict[int, Answer[Word]] = {}
 
-    def word(self, rank: int) -> Word | None:
-        """Return the newest word of a worker, None before the first; ask again if it is old."""
+    def word(self, rank: int, since: float = 0.0) -> Word | None:
+        """Return the newest word of a worker, None before the first; ask again if it is old.
+
+        Args:
+            rank: The worker.
+            since: No answer counts to a question from before that.
+        """
         answer = self._asked.get(rank)
         if answer is None or (answer.is_done and monotonic() > answer.asked_at + BETWEEN_S):
             asked = self._asked[rank] = Answer(partial(self.word_of, rank))
             _on_a_thread(asked, self._completions)
-        return answer.result() if answer is not None and answer.is_done else None
+        if answer is None or not answer.is_done or answer.asked_at < since:
+            return None
+        return answer.result()
 
     def word_of(self, rank: int) -> Word:
         """Ask a worker, and wait for what it says."""
@@ -304,8 +350,9 @@ def word_in(store: Store) -> Word:
     if store.has(GONE_ON):
         members, reserves = json.loads(store.get(GONE_ON))
         gone_on = members, Reserves.decode(reserves)
-    left_out = json.loads(store.get(LEFT_OUT)) if store.has(LEFT_OUT) else ()
-    return Word(store.has(CLOSED), left_out=frozenset(left_out), gone_on=gone_on)
+    is_shrinking = store.has(LEFT_OUT)
+    left_out = frozenset(json.loads(store.get(LEFT_OUT)) if is_shrinking else ())
+    return Word(store.has(CLOSED), False, is_shrinking, left_out, gone_on)
 
 
 def _on_a_thread(answer: Answer[Any], completions: CompletionQueue) -> None:

@@ -13,10 +13,11 @@ that cannot reach each other at all both do.
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
+from functools import partial
 from time import monotonic, sleep
 from types import ModuleType
 from typing import Any, NoReturn, final
@@ -38,10 +39,12 @@ from ._torch_reserves import (
     Reserves,
     Word,
     announce_reserve,
+    new_group,
     reach,
     reserve_of_process,
     reserves_in,
     say,
+    say_newest_closed,
     split,
     word_in,
 )
@@ -87,9 +90,16 @@ def settle(dist: ModuleType, meeting: Meeting) -> None:
             "One of the workers that have met could not be connected, so none of them goes on. "
             "Call shrink, maybe again."
         )
-    if meeting.before.addresses:  # not a worker that was added
+    if meeting.before.addresses:
         record = [list(meeting.members), meeting.reserves.encode()]
         say(dist, meeting.before, GONE_ON, json.dumps(record))
+        store.set(f"gone on/{meeting.rank}", "")
+        return
+    # A worker that was added knows nothing yet: it is never the only one who has gone on.
+    while not all(store.has(f"gone on/{rank}") for rank in meeting.members):
+        if monotonic() > start + CONNECT_S + 2 * DECIDING_S:
+            raise WorkerLostError("The workers that have started this one do not go on.")
+        sleep(JOIN_PAUSE_S)
 
 
 # ---- fewer workers -----------------------------------------------------------------------
@@ -128,8 +138,9 @@ def meet_survivors(
         for each in named:
             end_hanging(each, reserves.processes[each])
         reserves.lost |= named
-    suspects = named if kind == LOST else set[int]()
-    survivors = Survivors(dist, reserves, suspects, timeout, completions, abandoned)
+    if kind == LOST:
+        reserves.suspects |= named
+    survivors = Survivors(dist, reserves, timeout, completions, abandoned)
     while True:
         try:
             return survivors.meet()
@@ -138,7 +149,6 @@ def meet_survivors(
                 raise left_out_error(reserves.rank) from None
             say(dist, reserves, GONE_ON, json.dumps([news.members, news.reserves.encode()]))
             reserves.become(news.reserves, news.members.index(reserves.rank))
-            survivors.suspects = set()
 
 
 @final
@@ -163,27 +173,21 @@ class Survivors:
     Args:
         dist: The module torch.distributed.
         reserves: Of the group that has ended.
-        suspects: Who may be lost.
         timeout: How long to wait for the others, in seconds.
         completions: Of the loop that waits.
         abandoned: Gets an item when nobody waits any more.
-
-    Attributes:
-        suspects: The same.
     """
 
     def __init__(
         self,
         dist: ModuleType,
         reserves: Reserves,
-        suspects: set[int],
         timeout: float | None,
         completions: CompletionQueue,
         abandoned: list[object],
     ) -> None:
         self._dist = dist
         self._reserves = reserves
-        self.suspects = suspects
         self._timeout = timeout
         self._completions = completions
         self._abandoned = abandoned
@@ -212,12 +216,12 @@ class Survivors:
                 self._lose(keeper)
                 continue
             except TimeoutError:
-                self._lose(keeper, only_if=keeper in self.suspects)
+                self._lose(keeper, only_if=keeper in reserves.suspects)
                 self._require_time({keeper}, DECIDING_S)
                 continue
             try:
                 call = self._call_together if keeper == reserves.rank else self._come
-                members, attempt = call(hub, keeper)
+                members, attempt, group = call(hub, keeper)
                 store = Store(self._dist.PrefixStore(str(attempt), hub.raw), self._completions)
                 store.set(f"word/{members.index(reserves.rank)}", "")
             except ClosedError:
@@ -227,7 +231,7 @@ class Survivors:
                     raise
                 sleep(JOIN_PAUSE_S)  # the store is gone, or silent, as the next look will show
             else:
-                after = reserves.after(members)
+                after = reserves.after(members, group)
                 return Meeting(store, after.rank, len(members), address, after, reserves, members)
             finally:
                 hub.close()
@@ -270,35 +274,45 @@ class Survivors:
 
     # ---- in the store of this worker -----------------------------------------------------
 
-    def _call_together(self, hub: Store, keeper: int) -> tuple[list[int], int]:
-        """Wait for the others, and decide who goes on; return them, and the number of the attempt.
+    def _call_together(self, hub: Store, keeper: int) -> tuple[list[int], int, str]:
+        """Wait for the others, and decide who goes on.
+
+        Returns:
+            Who does, the number of the attempt, and a name for them.
 
         Raises:
             Exception: As `meet`.
         """
-        attempt = self._reserves.attempt = hub.add(ATTEMPT, 1)
+        attempt = hub.add(ATTEMPT, 1)
         questions = Questions(self._dist, self._reserves, self._completions, REACH_S)
         hub.set(f"{attempt}/came/{keeper}", "[]")
-        looked_at: set[int] = set()
+        looked_at, left_out, since = set[int](), set[int](), monotonic()
         while True:
             present, out = self._arrivals(hub, attempt)
             missing = self._everyone - out - present
+            if out != left_out:  # to be said before it is looked what those say
+                say(self._dist, self._reserves, LEFT_OUT, json.dumps(sorted(out)))
+                looked_at, left_out, since = set(), out, monotonic()
             try:
                 if keeper in out:  # one of the others leaves this worker out
                     raise left_out_error(keeper)
                 for each in sorted(missing | (out - looked_at)):
-                    word = questions.word(each)
+                    word = questions.word(each, since if each in out else 0.0)
                     if word is not None and self._has_heard(each, word, out, present):
                         looked_at.add(each)
                 if not missing and out <= looked_at:
-                    hub.set(f"{attempt}/members", json.dumps(sorted(present - out)))
-                    return sorted(present - out), attempt
+                    members, group = sorted(present - out), new_group()
+                    hub.set(f"{attempt}/members", json.dumps([members, group]))
+                    return members, attempt, group
                 self._require_time(missing)
             except StallError:
                 hub.set(f"{attempt}/missed", json.dumps(sorted(missing)))
                 raise
+            except ContextError:
+                hub.set(f"{attempt}/given up", "")
+                raise
             except AioReplicaError:
-                hub.set(f"{attempt}/members", "[]")
+                hub.set(f"{attempt}/members", json.dumps([[], ""]))
                 raise
             sleep(JOIN_PAUSE_S)
 
@@ -321,12 +335,8 @@ class Survivors:
         if word.gone_on is not None:
             raise GoneOnError(*word.gone_on)
         if rank not in out:
-            if word.is_gone or (word.is_silent and rank in self.suspects):
+            if word.is_gone or (word.is_silent and rank in self._reserves.suspects):
                 self._lose(rank)
-                say(
-                    self._dist, self._reserves, LEFT_OUT,
-                    json.dumps(sorted(self._reserves.lost)),
-                )  # fmt: skip
             return False
         if word.left_out & (present - out):
             raise left_out_error(self._reserves.rank)
@@ -334,8 +344,11 @@ class Survivors:
 
     # ---- in that of another --------------------------------------------------------------
 
-    def _come(self, hub: Store, keeper: int) -> tuple[list[int], int]:
+    def _come(self, hub: Store, keeper: int) -> tuple[list[int], int, str]:
         """Come to the store of another one, and wait for what it decides.
+
+        Returns:
+            Who goes on, the number of the attempt, and a name for them.
 
         Raises:
             ClosedError: If that one takes part no more.
@@ -349,17 +362,19 @@ class Survivors:
             if word.is_gone:
                 raise ClosedError(keeper)
             newest = hub.add(ATTEMPT, 0)
-            if newest > max(attempt, reserves.attempt):
+            if newest > max(attempt, reserves.attempts.get(keeper, 0)):
                 attempt = newest
                 hub.set(f"{attempt}/came/{reserves.rank}", json.dumps(sorted(reserves.lost)))
             if attempt and hub.has(f"{attempt}/members"):
-                reserves.attempt = attempt
-                members = list(map(int, json.loads(hub.get(f"{attempt}/members"))))
+                reserves.attempts[keeper] = attempt
+                members, group = json.loads(hub.get(f"{attempt}/members"))
                 if reserves.rank not in members:
                     raise left_out_error(reserves.rank)
-                return members, attempt
+                return members, attempt, group
+            if attempt and hub.has(f"{attempt}/given up"):  # by who is about to leave
+                reserves.attempts[keeper], attempt = attempt, 0
             if attempt and hub.has(f"{attempt}/missed"):
-                reserves.attempt = attempt
+                reserves.attempts[keeper] = attempt
                 missed = set(map(int, json.loads(hub.get(f"{attempt}/missed"))))
                 if reserves.rank in missed:
                     raise left_out_error(reserves.rank)
@@ -407,59 +422,129 @@ def meet_more(
         abandoned: Gets an item when nobody waits any more.
 
     Raises:
-        ContextError: If a process could not be started here, or this was abandoned.
+        ContextError: If this was abandoned.
         StallError: If not all came in time; names those that did not.
-        WorkerLostError: If worker 0 is gone, a worker that was started has ended, or another
-            worker could not start one.
+        WorkerLostError: If a worker is gone, one that was started has ended, or a worker could not
+            start one.
     """
     rank, before = reserves.rank, len(reserves.addresses)
     place, size, address = f"{reserves.place}/grow", before + num_new, reserves.addresses[0]
-    try:
-        store = reach(dist, own_address(dist, reserves, 0), place, KEEPER_S, completions)
-    except OSError as error:
-        raise WorkerLostError(f"Worker 0 does not answer at {address}: {error}", ranks=(0,)) from (
-            error
-        )
+    newcomers = Newcomers(dist, reserves, completions, abandoned)
+    store = newcomers.store_at(place, timeout)
     host, port = split(address)
     variables = {
         "WORLD_SIZE": str(size), "MASTER_ADDR": host, "MASTER_PORT": str(port),
         WORKERS_BEFORE: str(before), MEETING: place,
     }  # fmt: skip
-    started: dict[int, Any] = {}
-
-    def look() -> None:
-        if abandoned:
-            raise ContextError("This grow was cancelled.")
-        for each, process in started.items():
-            if process.poll() is not None:
-                raise WorkerLostError(
-                    f"Worker {each}, which worker {rank} has started, ended with status "
-                    f"{process.returncode} before all had come: see what it printed. The program "
-                    "has to leave its place to ar.cluster.resolve().",
-                    ranks=(each,),
-                )
-
     try:
-        for each in range(before, size):
-            if each % before == rank:
-                started[each] = start_worker({**variables, "RANK": str(each)})
+        newcomers.start(range(before, size), variables)
         resolver = ClusterResolver(
             task_id=rank, num_workers=size, coordinator_address=address, source="grow"
         )
-        announce_reserve(dist, store, rank, address, reserves.group, reserves.generation + 1)
-        meet(store, resolver, timeout, look)
+        announce = partial(announce_reserve, dist, store, rank, address, reserves.generation + 1)
+        meet(store, resolver, timeout, announce, newcomers.look)
         after = reserves_in(store, rank, size)
     except BaseException as error:
-        for process in started.values():
-            process.kill()
-            process.wait()
+        newcomers.end()
         failure = _failure_to_grow(error, rank, address)
-        with suppress(RuntimeError):
-            store.set("reason", json.dumps([str(failure), getattr(failure, "ranks", ())]))
-            store.add("stalled", 1)
+        raw, is_stall = store.raw, isinstance(failure, StallError)
+        reason = json.dumps([is_stall, str(failure), getattr(failure, "ranks", ())])
+        store.ask(lambda: (raw.compare_set("reason", "", reason), raw.add("stalled", 1)))
         store.close()
         raise failure from error
     return Meeting(store, rank, size, address, after, reserves, range(before))
+
+
+@final
+class Newcomers:
+    """The workers that this one has started, and what is heard of the others meanwhile.
+
+    Args:
+        dist: The module torch.distributed.
+        reserves: Of the group so far.
+        completions: Of the loop that waits.
+        abandoned: Gets an item when nobody waits any more.
+    """
+
+    def __init__(
+        self,
+        dist: ModuleType,
+        reserves: Reserves,
+        completions: CompletionQueue,
+        abandoned: list[object],
+    ) -> None:
+        self._dist = dist
+        self._reserves = reserves
+        self._completions = completions
+        self._abandoned = abandoned
+        self._questions = Questions(dist, reserves, completions, KEEPER_S)
+        self._started: dict[int, Any] = {}
+
+    def store_at(self, place: str, timeout: float | None) -> Store:
+        """Return the store of worker 0.
+
+        Raises:
+            StallError: If it does not answer in time.
+            WorkerLostError: If it is gone.
+        """
+        start, address = monotonic(), own_address(self._dist, self._reserves, 0)
+        while True:
+            try:
+                return reach(self._dist, address, place, KEEPER_S, self._completions)
+            except ConnectionRefusedError as error:
+                raise WorkerLostError(
+                    f"Worker 0 is gone: nobody listens at {address}.", ranks=(0,)
+                ) from error
+            except TimeoutError as error:
+                self._require_wanted()
+                if timeout is not None and monotonic() > start + timeout:
+                    raise StallError(
+                        f"Worker 0 does not answer at {address} within {timeout:g} s.",
+                        timeout_s=timeout,
+                        ranks=(0,),
+                    ) from error
+
+    def start(self, ranks: Iterable[int], variables: Mapping[str, str]) -> None:
+        """Start this worker's share of the new ones."""
+        for each in ranks:
+            if each % len(self._reserves.addresses) == self._reserves.rank:
+                self._started[each] = start_worker({**variables, "RANK": str(each)})
+        if self._started:  # at the end it is called before the wait for these
+            atexit.register(say_newest_closed, self._dist)
+
+    def look(self, waited_for: set[int]) -> None:
+        """See whether all who are waited for may still come.
+
+        Raises:
+            ContextError: If nobody waits for this any more.
+            WorkerLostError: If one of them cannot come.
+        """
+        self._require_wanted()
+        for each, process in self._started.items():
+            if process.poll() is not None:
+                raise WorkerLostError(
+                    f"Worker {each}, which worker {self._reserves.rank} has started, ended with "
+                    f"status {process.returncode} before all had come: see what it printed. The "
+                    "program has to leave its place to ar.cluster.resolve().",
+                    ranks=(each,),
+                )
+        for each in sorted(waited_for & set(range(len(self._reserves.addresses)))):
+            word = self._questions.word(each)
+            if word is not None and (word.is_gone or word.is_shrinking):
+                raise WorkerLostError(
+                    f"Worker {each} is gone, or has lost another one: it does not come to grow.",
+                    ranks=(each,) if word.is_gone else (),
+                )
+
+    def _require_wanted(self) -> None:
+        if self._abandoned:
+            raise ContextError("This grow was cancelled.")
+
+    def end(self) -> None:
+        """End what was started."""
+        for process in self._started.values():
+            process.kill()
+            process.wait()
 
 
 def _failure_to_grow(error: BaseException, rank: int, address: str) -> BaseException:
@@ -470,4 +555,6 @@ def _failure_to_grow(error: BaseException, rank: int, address: str) -> BaseExcep
         return error
     if isinstance(error, RuntimeError):
         return WorkerLostError(f"Worker 0 is gone: its store at {address} is.", ranks=(0,))
-    return ContextError(f"Worker {rank} could not start more workers: {error}")
+    return WorkerLostError(
+        f"Worker {rank} could not start more workers: {error!r}. Call shrink to go on as before."
+    )

@@ -174,7 +174,8 @@ def meet(
     store: Store,
     resolver: ClusterResolver,
     timeout: float | None,
-    look: Callable[[], object] = lambda: None,
+    announce: Callable[[], object] = lambda: None,
+    look: Callable[[set[int]], object] = lambda _waited_for: None,
 ) -> None:
     """Wait in the store until all workers have come, and see whether they agree.
 
@@ -182,7 +183,8 @@ def meet(
         store: For this meeting.
         resolver: Which worker this is, of how many.
         timeout: How long to wait for the others, in seconds.
-        look: Called again and again; what it raises ends the wait.
+        announce: Called once it is sure that no other process has this worker's place.
+        look: Called again and again, with those who are waited for; what it raises ends the wait.
 
     Raises:
         StallError: If not all came in time; names those that did not.
@@ -196,6 +198,7 @@ def meet(
             f"Worker {rank} was started twice: another process has come to {address} as worker "
             f"{rank} of {size}. Give each process a number of its own."
         )
+    announce()
     store.set(f"word/{rank}", "")
     store.set(f"size/{rank}", str(size))
     warn_at = start + WARN_S
@@ -215,7 +218,7 @@ def meet(
             _give_up(store, resolver, timeout, waited_for)
         if not waited_for:
             return
-        look()
+        look(waited_for)
         if monotonic() > warn_at:
             warn_at = math.inf
             LOGGER.warning(
@@ -230,8 +233,10 @@ def _give_up(
 ) -> NoReturn:
     """Say why the workers do not meet: time is up, or another one has told so."""
     if store.has("reason"):
-        reason, ranks = json.loads(store.get("reason"))
-        raise WorkerLostError(f"The workers cannot meet: {reason}", ranks=tuple(ranks))
+        is_stall, text, ranks = json.loads(store.get("reason"))
+        if is_stall:
+            raise StallError(text, timeout_s=timeout, ranks=tuple(ranks))
+        raise WorkerLostError(text, ranks=tuple(ranks))
     give_up_together(store, resolver.rank, resolver.num_workers - len(waited_for))
     missing = tuple(sorted(waited_for))
     within = "" if timeout is None else f" within {timeout:g} s"

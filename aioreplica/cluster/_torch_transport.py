@@ -25,7 +25,7 @@ from ..errors import ContextError
 from ..tree import Array
 from ._communicator import ENDED, LOST, Failure
 from ._rows import workers_in_words
-from ._torch_reserves import CLOSED, Meeting, say
+from ._torch_reserves import Meeting, newest_reserves, say_closed
 from ._torch_resize import CONNECT_S, meet_more, meet_survivors
 from ._torch_store import ANSWER_S, JOIN_PAUSE_S, LEAVE_S, Answer, is_kept_by_torchrun
 from ._transport import PASSED, WAITING, Group, GroupEndedError, Note, Poll, Transport, joined
@@ -70,7 +70,7 @@ class TorchTransport(Transport):
         rank, size, store = meeting.rank, meeting.size, meeting.store
         self.rank, self.size = rank, size
         self._torch, self._dist, self.store = torch, dist, store
-        self._reserves = meeting.reserves
+        self._reserves = newest_reserves()[os.getpid()] = meeting.reserves
         self.knows_stalled = True
         self._completions, self._ring = completions, ring
         self._limit = NO_TIMEOUT if timeout is None else timedelta(seconds=timeout + SLACK_S)
@@ -92,6 +92,8 @@ class TorchTransport(Transport):
         dist, place = self._dist, (meeting.rank, meeting.size)
         store = dist.PrefixStore("group", self.store.raw)
         if meeting.before is not None:  # those of the program's are others, or will be
+            if not changes_timeouts(self._torch.__version__):
+                return dist.ProcessGroupGloo(store, *place, self._limit)
             gloo = dist.ProcessGroupGloo(store, *place, timedelta(seconds=CONNECT_S))
             gloo._set_default_timeout(self._limit)
             return gloo
@@ -134,7 +136,7 @@ class TorchTransport(Transport):
         if num_new:
             meeting = meet_more(self._dist, self._reserves, num_new, *rest)
         else:
-            known = None if failure is not None and not self.knows_stalled else failure
+            known = failure if self.knows_stalled else None
             meeting = meet_survivors(self._dist, self._reserves, known, *rest)
         self._let_go().clear()
         return meeting
@@ -325,13 +327,9 @@ class TorchTransport(Transport):
 
     def leave(self) -> None:
         """Give the group up, and let the others see that."""
-        self._say_closed()
+        say_closed(self._dist, self._reserves)
         self.end()
         self.store.close()
-
-    def _say_closed(self) -> None:
-        if self._reserves.addresses:  # none under torchrun
-            say(self._dist, self._reserves, CLOSED, "")
 
     def _let_go(self) -> list[object]:
         """Return the process groups, whose connections are closed when nothing refers to them."""
@@ -352,7 +350,7 @@ class TorchTransport(Transport):
         They may still be in the last call, and read notes.
         """
         store, end = self.store, monotonic() + LEAVE_S
-        self._say_closed()
+        say_closed(self._dist, self._reserves)
         left = store.ask(partial(store.raw.add, "left", 1))
 
         def poll() -> bool:
@@ -371,7 +369,14 @@ class TorchTransport(Transport):
 
     def _at_exit(self) -> None:
         if self._pid == os.getpid():
+            say_closed(self._dist, self._reserves)
             self._let_go().clear()
+
+
+def changes_timeouts(version: str) -> bool:
+    """Tell whether the timeout of a group can be changed once it is connected: from torch 2.10."""
+    major, minor, *_ = version.split(".")
+    return (int(major), int(minor)) >= (2, 10)
 
 
 def _poll_of(work: Any, ring: Callable[[], None], held: tuple[object, ...]) -> Poll:

@@ -169,8 +169,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             MergeMismatchError: If not all workers ask for as many. Nothing is changed.
             StallError: If a worker did not come before the timeout: names it. Call `shrink` to go
                 on without. With MPI it is the end: start all again.
-            WorkerLostError: If a worker was lost meanwhile, or with Gloo one that was started has
-                ended before it came: call `shrink`.
+            WorkerLostError: If a worker was lost meanwhile, or with Gloo one could not be started,
+                or has ended before it came: call `shrink`.
             CheckpointError: If workers have savepoints of different states.
             Exception: What a function of `on_resize` raises.
 

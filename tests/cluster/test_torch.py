@@ -11,6 +11,7 @@ from aioreplica.cluster import ClusterResolver, _torch, _torch_reserves
 from aioreplica.cluster._processes import ProcessId, require_own_program
 from aioreplica.cluster._torch_reserves import Reserves, own_host_towards
 from aioreplica.cluster._torch_store import Store, StoreSilentError
+from aioreplica.cluster._torch_transport import changes_timeouts
 from aioreplica.devices import CompletionQueue
 from aioreplica.errors import ContextError, WorkerLostError
 
@@ -73,15 +74,22 @@ def test_reserves_follow_the_workers_that_are_left() -> None:
     processes = [ProcessId("here", number, "1") for number in range(3)]
     reserves = Reserves("g", ["a:1", "b:1", "c:1"], processes, 4, rank=2, lost={1})
 
-    after = reserves.after([0, 2])
+    after = reserves.after([0, 2], "h")
 
-    assert after == Reserves("g", ["a:1", "c:1"], [processes[0], processes[2]], 5, rank=1)
+    assert after == Reserves("h", ["a:1", "c:1"], [processes[0], processes[2]], 5, rank=1)
     assert Reserves.decode(after.encode().encode()) == Reserves(
-        "g", after.addresses, after.processes, 5
+        "h", after.addresses, after.processes, 5
     )
     reserves.become(after, 1)
     assert reserves == after
-    assert reserves.place == "aioreplica/g/5"
+    assert reserves.place == "aioreplica/h/5"
+
+
+@pytest.mark.parametrize(
+    ("version", "can"), [("2.7.1", False), ("2.13.0+cpu", True), ("3.0.0a0+git1", True)]
+)
+def test_only_a_newer_torch_changes_the_timeout_of_a_group(version: str, can: bool) -> None:
+    assert changes_timeouts(version) is can
 
 
 @pytest.mark.parametrize("argv", [[], [""], ["-"]])
