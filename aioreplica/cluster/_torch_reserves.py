@@ -38,7 +38,7 @@ ATTEMPT, LEFT_OUT, GONE_ON, CLOSED = "attempt", "left out", "gone on", "closed"
 @final
 @dataclass(slots=True)
 class Reserves:
-    """Where the workers of a group are found, and how often their number has changed.
+    """Addresses of the workers of a group, and how often their number has changed.
 
     Attributes:
         group: Tells it from other groups that these processes have been in.
@@ -63,7 +63,7 @@ class Reserves:
 
     @property
     def place(self) -> str:
-        """What the keys of this generation begin with."""
+        """Beginning of the keys of this generation."""
         return f"aioreplica/{self.group}/{self.generation}"
 
     def after(self, members: Sequence[int], group: str) -> Reserves:
@@ -271,7 +271,7 @@ def reach(
 @final
 @dataclass(frozen=True, slots=True)
 class Word:
-    """What a worker says of a generation, if it says anything.
+    """Statement of a worker about a generation, if it makes any.
 
     Attributes:
         is_gone: No process listens at its address, or it has closed its communicator.

@@ -28,6 +28,13 @@ dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"})
 get_mp_context().set_forkserver_preload(["distributed", "distributed.nanny", "aioreplica"])
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Let a connection of Dask be that it has left half open to a process that was killed."""
+    item.add_marker(
+        pytest.mark.filterwarnings("ignore:unclosed <ssl.SSLSocket:ResourceWarning"), append=False
+    )
+
+
 @asynccontextmanager
 async def coordinating(
     cluster: Any = None, *, num_ps: int = 1, num_workers: int = 2, timeout_s: float | None = None,
