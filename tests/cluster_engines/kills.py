@@ -70,18 +70,13 @@ def shrunk(engine: str, size: int, turn: int) -> float:
 def replaced(engine: str, size: int, kills: int, turn: int) -> float:
     """End workers one after the other; return the most seconds until survivors had gone on."""
     with TemporaryDirectory() as folder:
-        argument = f"{size},{kills},{turn},{folder}"
+        arguments = size, "replace", f"{size},{kills},{turn},{folder}"
+        options = {"program": STRATEGY_PROGRAM, "limit_s": 240.0 + 30 * kills}
+        variables = {"TEST_TIMEOUT_S": "25"}
         if engine == "ulfm":
-            options = {**BEYOND_ONE_LAUNCH, "TEST_TIMEOUT_S": "25"}
-            launch = mpi(
-                size, "replace", argument, options=ULFM, program=STRATEGY_PROGRAM, **options
-            )
+            launch = mpi(*arguments, options=ULFM, **options, **{**BEYOND_ONE_LAUNCH, **variables})
         else:
-            limit_s = 240.0 + 30 * kills
-            launch = gloo(
-                size, "replace", argument, program=STRATEGY_PROGRAM, limit_s=limit_s,
-                TEST_TIMEOUT_S="25",
-            )  # fmt: skip
+            launch = gloo(*arguments, **options, **variables)
         assert len(list(Path(folder).iterdir())) == kills, launch.output
     assert sorted(row["rank"] for row in launch.said) == list(range(size)), launch.output
     assert all(row["learned"] for row in launch.said), launch.said

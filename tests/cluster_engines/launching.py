@@ -68,12 +68,13 @@ def mpi(
     *arguments: str,
     options: Sequence[str] = (),
     program: str = PROGRAM,
+    limit_s: float = LIMIT_S,
     **variables: str,
 ) -> Launch:
     """Start workers with the mpirun beside this interpreter."""
     process = started_by_mpi(size, *arguments, options=options, program=program, **variables)
     with process:
-        return ended([process])
+        return ended([process], limit_s)
 
 
 def started_by_mpi(
