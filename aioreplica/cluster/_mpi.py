@@ -516,7 +516,8 @@ class MpiTransport(Transport):
                 raise failure.error() from error
             raise ContextError(
                 f"MPI could not start {num_new} more workers: {error}. The launcher needs as many "
-                "free slots: `mpirun --map-by :OVERSUBSCRIBE`, or a host file that has them."
+                "free slots: `mpirun --map-by :OVERSUBSCRIBE`, or a host file that has them. Open "
+                "MPI 5.0 starts some 60 in one launch, then start all again."
             ) from error
         return self._runtime.joined(started, is_new=False)
 
