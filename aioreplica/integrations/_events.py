@@ -87,7 +87,7 @@ class Events(StreamingResponse):  # type: ignore[misc]  # Any: Starlette need no
         told, told_at = "", 0.0
         while not self._closing.is_set():
             state, now = as_json(self._state()), time.monotonic()
-            if state != told:
+            if state != told or self._steps:  # a step is recorded after it was counted
                 newest = as_json([asdict(step) for step in self._steps])
                 self._steps.clear()
                 told, told_at = state, now

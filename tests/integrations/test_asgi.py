@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 
 import aioreplica as ar
-from aioreplica.integrations import prometheus
+from aioreplica.integrations import _events, prometheus
 from aioreplica.integrations.asgi import Limits, OnlineService
 from aioreplica.online import Migration, OnlineLearner, SnapshotReader, publish_snapshot
 
@@ -492,6 +492,13 @@ class Follower:
         await service(scope_of("GET", "/events", {}), self.receive, self.send)
 
 
+def num_told(follower: Follower) -> int:
+    """Count the examples of the steps that a client has been told of."""
+    return sum(
+        step["num_examples"] for state in events_of(follower.body) for step in state["steps"]
+    )
+
+
 @pytest.mark.asyncio
 async def test_followers_see_changes_and_go_when_they_or_the_service_want(served: Any) -> None:
     service, learner = served
@@ -503,7 +510,7 @@ async def test_followers_see_changes_and_go_when_they_or_the_service_want(served
     await post(service, "/learn", {"examples": [example()] * 3})
     await until(lambda: b'"num_learned": 3' in staying.body)
     await post(service, "/learn", example(1e7))
-    await until(lambda: b'"num_learned": 4' in staying.body)
+    await until(lambda: b'"num_learned": 4' in staying.body and num_told(staying) == 4)
     service.close()
     await following[0]
 
@@ -511,10 +518,34 @@ async def test_followers_see_changes_and_go_when_they_or_the_service_want(served
     assert states[0]["statistics"]["num_learned"] == 0
     assert states[-1]["version"] == learner.version
     steps = [step for state in states for step in state["steps"]]
-    assert sum(step["num_examples"] for step in steps) == 4
     assert steps[-1]["scalars"]["loss"] is None  # it was not finite
     assert [replica["replica_id"] for replica in steps[0]["replicas"]] == [0, 1]
     assert len(events_of(going.body)) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_step_that_is_recorded_after_it_was_counted_is_told_as_well(
+    monkeypatch: pytest.MonkeyPatch, served: Any
+) -> None:
+    service, _ = served
+    recorded = asyncio.Event()
+    keep = _events.Events._keep
+
+    async def keep_late(self: Any, records: Any) -> None:
+        await recorded.wait()
+        await keep(self, records)
+
+    monkeypatch.setattr(_events.Events, "_keep", keep_late)
+    follower = Follower()
+    following = asyncio.create_task(follower.follow(service))
+    await until(lambda: follower.body)
+    await post(service, "/learn", example())
+    await until(lambda: b'"num_learned": 1' in follower.body)
+    assert num_told(follower) == 0
+    recorded.set()
+    await until(lambda: num_told(follower) == 1)  # though nothing else has changed
+    service.close()
+    await following
 
 
 @pytest.mark.asyncio
