@@ -311,7 +311,7 @@ async def left_behind(c: Communicator, argument: str) -> Any:
     if c.rank == c.size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     told = [(await _error_of(c))["error"]]
-    c._timeout = 1.5
+    c._timeout = 4.0  # in which the others have to come
     if c.rank == int(late):
         await until_said(folder, c.size - 2)
     while len(told) < 3:
