@@ -25,7 +25,15 @@ from ._environment import MEETING, WORKERS_BEFORE, is_added
 from ._poller import Poller
 from ._processes import require_own_program
 from ._resolver import ClusterResolver
-from ._torch_reserves import Meeting, Reserves, announce_reserve, no_reserve, reserves_in
+from ._torch_reserves import (
+    Caller,
+    Meeting,
+    Reserves,
+    announce_reserve,
+    newest_reserves,
+    no_reserve,
+    reserves_in,
+)
 from ._torch_resize import CONNECT_S, DECIDING_S, settle
 from ._torch_store import Store, StoreSilentError, is_kept_by_torchrun, meet, open_store
 from ._torch_transport import SLACK_S, TorchTransport
@@ -69,7 +77,7 @@ class TorchCommunicator(EngineCommunicator):
         if resolver.rank is None:
             raise ValueError(f"A task of type {resolver.task_type!r} is not a worker.")
         check_interfaces(resolver)
-        made = await cls._made(partial(join, resolver, timeout), timeout)
+        made = await cls._made(partial(join, resolver), timeout)
         made.is_new = is_added(resolver)
         return made
 
@@ -85,7 +93,7 @@ class TorchCommunicator(EngineCommunicator):
             require_own_program("grow")
         transport = self.link.transport
         assert isinstance(transport, TorchTransport)  # made by `connect`
-        met = partial(transport.met_anew, num_new, self._failure, self.timeout)
+        met = partial(transport.met_anew, num_new, self._failure)
         try:
             return await self._made(met, self.timeout)
         except Exception as error:
@@ -98,14 +106,13 @@ class TorchCommunicator(EngineCommunicator):
 
     @classmethod
     async def _made(
-        cls, met: Callable[[CompletionQueue, list[object]], Meeting], timeout: float | None
+        cls, met: Callable[[Caller], Meeting], timeout: float | None
     ) -> TorchCommunicator:
         """Meet others, and let Gloo connect all who have met.
 
         Args:
-            met: Meets them, on a thread; has timeouts of its own, and ends when the list gets an
-                item.
-            timeout: Of what is returned.
+            met: Meets them, on a thread; ends by itself when nobody waits any more.
+            timeout: Of that, and of what is returned.
 
         Raises:
             StallError: If one of them has stopped meanwhile.
@@ -113,25 +120,22 @@ class TorchCommunicator(EngineCommunicator):
         """
         lane = Lane("torch.connect", nice=0)  # it may have to wait for long
         completions = CompletionQueue.of_running_loop()
-        abandoned: list[object] = []
+        caller = Caller(timeout, completions, [])
         connecting: Op[TorchTransport] | None = None
-        joining: Op[Meeting] = Op(completions, met, (completions, abandoned), {}, lane)
+        joining: Op[Meeting] = Op(completions, met, (caller,), {}, lane)
         joining.put()
         try:
             await has_ended(joining, None)
             meeting = joining.result()
             poller = the_poller()
-            connecting = Op(
-                completions, new_transport,
-                (meeting, timeout, completions, poller.ring, abandoned), {}, lane,
-            )  # fmt: skip
+            connecting = Op(completions, new_transport, (meeting, caller, poller.ring), {}, lane)
             connecting.put()
             connecting.add_done_callback(forget)  # it may end after the timeout
             limit = None if timeout is None else timeout + SLACK_S
             if meeting.before is not None:
                 limit = CONNECT_S + 2 * DECIDING_S
             if not await has_ended(connecting, limit):
-                abandoned.append(None)
+                caller.abandoned.append(None)
                 connecting.add_done_callback(_leave)
                 raise StallError(
                     f"Not all workers that came to {meeting.address} could be connected within "
@@ -140,12 +144,11 @@ class TorchCommunicator(EngineCommunicator):
                 )
             transport = connecting.result()
         except asyncio.CancelledError:
-            abandoned.append(None)
-            joining.add_done_callback(forget)
-            if connecting is not None:
+            caller.abandoned.append(None)
+            if connecting is None:
+                joining.add_done_callback(_give_up)
+            else:
                 connecting.add_done_callback(_leave)
-            elif joining.done() and joining.exception() is None:
-                joining.result().give_up()
             raise
         finally:
             lane.stop()
@@ -153,6 +156,12 @@ class TorchCommunicator(EngineCommunicator):
         # Splits may be closed after the group.
         weakref.finalize(link, transport.store.close).atexit = False
         return cls(link, tuple(range(transport.size)), timeout)
+
+
+def _give_up(joining: Op[Meeting]) -> None:
+    """Let others not wait for a worker that has met them, and was cancelled."""
+    if not joining.cancelled() and joining.exception() is None:
+        joining.result().give_up()
 
 
 def _leave(connecting: Op[TorchTransport]) -> None:
@@ -220,12 +229,7 @@ def import_torch() -> tuple[ModuleType, ModuleType]:
     return torch, dist
 
 
-def join(
-    resolver: ClusterResolver,
-    timeout: float | None,
-    completions: CompletionQueue,
-    _abandoned: list[object],
-) -> Meeting:
+def join(resolver: ClusterResolver, caller: Caller) -> Meeting:
     """Meet the other workers in the store.
 
     Raises:
@@ -234,6 +238,7 @@ def join(
         WorkerLostError: If who keeps the store has gone.
     """
     _, dist = import_torch()
+    timeout = caller.timeout
     address = str(resolver.coordinator_address)
     stores = REGISTRY.once("torch_stores", dict[str, tuple[Any, int]])  # kept as long as we live
     store, ordinal = stores.get(address, (None, 0))
@@ -246,7 +251,7 @@ def join(
     stores[address] = store, ordinal + 1
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     place = os.environ.get(MEETING) if is_added(resolver) else f"aioreplica/{restart}/{ordinal}"
-    store = Store(dist.PrefixStore(place, store), completions)
+    store = Store(dist.PrefixStore(place, store), caller.completions)
     rank, size = resolver.rank, resolver.num_workers
     assert rank is not None  # checked by `connect`
     try:
@@ -278,13 +283,7 @@ def join(
         ) from error
 
 
-def new_transport(
-    meeting: Meeting,
-    timeout: float | None,
-    completions: CompletionQueue,
-    ring: Callable[[], None],
-    abandoned: list[object],
-) -> TorchTransport:
+def new_transport(meeting: Meeting, caller: Caller, ring: Callable[[], None]) -> TorchTransport:
     """Let Gloo connect the workers, which have met.
 
     Raises:
@@ -294,11 +293,11 @@ def new_transport(
     torch, dist = import_torch()
     transport: TorchTransport | None = None
     try:
-        transport = TorchTransport(torch, dist, meeting, timeout, completions, ring)
-        if abandoned:
-            raise ContextError("Nobody waits for this group any more.")
+        transport = TorchTransport(torch, dist, meeting, caller.timeout, caller.completions, ring)
+        caller.require_waiting("call")
         if meeting.before is not None:
             settle(dist, meeting)
+        newest_reserves()[os.getpid()] = meeting.reserves
         return transport
     except BaseException as error:
         if transport is not None:

@@ -27,6 +27,7 @@ from uuid import uuid4
 
 from ..context import REGISTRY
 from ..devices import CompletionQueue, Lane, Op
+from ..errors import ContextError
 from ._processes import ProcessId, this_process
 from ._torch_store import STORE_S, Answer, Store
 
@@ -119,6 +120,31 @@ class Meeting:
         if self.before is not None:
             self.store.ask(lambda: raw.compare_set("decided", "", "failed"))
         self.store.close()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Task that waits for a meeting.
+
+    Attributes:
+        timeout: How long it waits for the others, in seconds.
+        completions: Of its event loop.
+        abandoned: Gets an item when it waits no more.
+    """
+
+    timeout: float | None
+    completions: CompletionQueue
+    abandoned: list[object]
+
+    def require_waiting(self, what: str) -> None:
+        """Check that it still waits.
+
+        Raises:
+            ContextError: If it was cancelled.
+        """
+        if self.abandoned:
+            raise ContextError(f"This {what} was cancelled.")
 
 
 def reserve_of_process(dist: ModuleType) -> Any:

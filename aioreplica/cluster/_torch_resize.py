@@ -22,7 +22,6 @@ from time import monotonic, sleep
 from types import ModuleType
 from typing import Any, NoReturn, final
 
-from ..devices import CompletionQueue
 from ..errors import AioReplicaError, ContextError, StallError, WorkerLostError
 from ._communicator import LOST, STALLED, Failure
 from ._environment import MEETING, WORKERS_BEFORE
@@ -34,6 +33,7 @@ from ._torch_reserves import (
     GONE_ON,
     KEEPER_S,
     LEFT_OUT,
+    Caller,
     Meeting,
     Questions,
     Reserves,
@@ -109,9 +109,7 @@ def meet_survivors(
     dist: ModuleType,
     reserves: Reserves,
     failure: Failure | None,
-    timeout: float | None,
-    completions: CompletionQueue,
-    abandoned: list[object],
+    caller: Caller,
 ) -> Meeting:
     """Meet those who are left, in the reserve of the first of them.
 
@@ -120,9 +118,7 @@ def meet_survivors(
         reserves: Of the group that has ended.
         failure: Why it has. Who has stopped is left out, and ended if it hangs on this host; of
             others that it names it is looked whether they live.
-        timeout: How long to wait for the others, in seconds.
-        completions: Of the loop that waits.
-        abandoned: Gets an item when nobody waits any more.
+        caller: Who waits for it.
 
     Raises:
         ContextError: If it was abandoned.
@@ -140,7 +136,7 @@ def meet_survivors(
         reserves.lost |= named
     if kind == LOST:
         reserves.suspects |= named
-    survivors = Survivors(dist, reserves, timeout, completions, abandoned)
+    survivors = Survivors(dist, reserves, caller)
     while True:
         try:
             return survivors.meet()
@@ -173,24 +169,18 @@ class Survivors:
     Args:
         dist: The module torch.distributed.
         reserves: Of the group that has ended.
-        timeout: How long to wait for the others, in seconds.
-        completions: Of the loop that waits.
-        abandoned: Gets an item when nobody waits any more.
+        caller: Who waits for it.
     """
 
     def __init__(
         self,
         dist: ModuleType,
         reserves: Reserves,
-        timeout: float | None,
-        completions: CompletionQueue,
-        abandoned: list[object],
+        caller: Caller,
     ) -> None:
         self._dist = dist
         self._reserves = reserves
-        self._timeout = timeout
-        self._completions = completions
-        self._abandoned = abandoned
+        self._caller = caller
         self._start = monotonic()
         self._warn_at = self._start + WARN_S
 
@@ -211,7 +201,7 @@ class Survivors:
             keeper = min(self._everyone - lost)
             address = own_address(self._dist, reserves, keeper)
             try:
-                hub = reach(self._dist, address, reserves.place, KEEPER_S, self._completions)
+                hub = reach(self._dist, address, reserves.place, KEEPER_S, self._caller.completions)
             except ConnectionRefusedError:
                 self._lose(keeper)
                 continue
@@ -222,7 +212,9 @@ class Survivors:
             try:
                 call = self._call_together if keeper == reserves.rank else self._come
                 members, attempt, group = call(hub, keeper)
-                store = Store(self._dist.PrefixStore(str(attempt), hub.raw), self._completions)
+                store = Store(
+                    self._dist.PrefixStore(str(attempt), hub.raw), self._caller.completions
+                )
                 store.set(f"word/{members.index(reserves.rank)}", "")
             except ClosedError:
                 self._lose(keeper)
@@ -250,9 +242,9 @@ class Survivors:
             StallError: If time is up.
         """
         now = monotonic()
-        if self._abandoned:
-            raise ContextError("This shrink was cancelled.")
-        if self._timeout is not None and now > self._start + self._timeout + more_s:
+        timeout = self._caller.timeout
+        self._caller.require_waiting("shrink")
+        if timeout is not None and now > self._start + timeout + more_s:
             self._raise_stalled(missing)
         if now > self._warn_at:
             self._warn_at = math.inf
@@ -262,7 +254,7 @@ class Survivors:
             )  # fmt: skip
 
     def _raise_stalled(self, missing: Iterable[int]) -> NoReturn:
-        ranks, timeout = tuple(sorted(missing)), self._timeout
+        ranks, timeout = tuple(sorted(missing)), self._caller.timeout
         self._reserves.lost.update(ranks)
         within = "" if timeout is None else f" within {timeout:g} s"
         raise StallError(
@@ -284,7 +276,7 @@ class Survivors:
             Exception: As `meet`.
         """
         attempt = hub.add(ATTEMPT, 1)
-        questions = Questions(self._dist, self._reserves, self._completions, REACH_S)
+        questions = Questions(self._dist, self._reserves, self._caller.completions, REACH_S)
         hub.set(f"{attempt}/came/{keeper}", "[]")
         looked_at, left_out, since = set[int](), set[int](), monotonic()
         while True:
@@ -404,9 +396,7 @@ def meet_more(
     dist: ModuleType,
     reserves: Reserves,
     num_new: int,
-    timeout: float | None,
-    completions: CompletionQueue,
-    abandoned: list[object],
+    caller: Caller,
 ) -> Meeting:
     """Start more workers, and meet them and the others in the reserve of worker 0.
 
@@ -417,9 +407,7 @@ def meet_more(
         dist: The module torch.distributed.
         reserves: Of the group so far.
         num_new: How many to add.
-        timeout: How long to wait for the others, in seconds.
-        completions: Of the loop that waits.
-        abandoned: Gets an item when nobody waits any more.
+        caller: Who waits for it.
 
     Raises:
         ContextError: If this was abandoned.
@@ -429,8 +417,8 @@ def meet_more(
     """
     rank, before = reserves.rank, len(reserves.addresses)
     place, size, address = f"{reserves.place}/grow", before + num_new, reserves.addresses[0]
-    newcomers = Newcomers(dist, reserves, completions, abandoned)
-    store = newcomers.store_at(place, timeout)
+    newcomers = Newcomers(dist, reserves, caller)
+    store = newcomers.store_at(place)
     host, port = split(address)
     variables = {
         "WORLD_SIZE": str(size), "MASTER_ADDR": host, "MASTER_PORT": str(port),
@@ -442,7 +430,7 @@ def meet_more(
             task_id=rank, num_workers=size, coordinator_address=address, source="grow"
         )
         announce = partial(announce_reserve, dist, store, rank, address, reserves.generation + 1)
-        meet(store, resolver, timeout, announce, newcomers.look)
+        meet(store, resolver, caller.timeout, announce, newcomers.look)
         after = reserves_in(store, rank, size)
     except BaseException as error:
         newcomers.end()
@@ -451,6 +439,8 @@ def meet_more(
         reason = json.dumps([is_stall, str(failure), getattr(failure, "ranks", ())])
         store.ask(lambda: (raw.compare_set("reason", "", reason), raw.add("stalled", 1)))
         store.close()
+        if failure is error:
+            raise
         raise failure from error
     return Meeting(store, rank, size, address, after, reserves, range(before))
 
@@ -462,41 +452,39 @@ class Newcomers:
     Args:
         dist: The module torch.distributed.
         reserves: Of the group so far.
-        completions: Of the loop that waits.
-        abandoned: Gets an item when nobody waits any more.
+        caller: Who waits for it.
     """
 
     def __init__(
         self,
         dist: ModuleType,
         reserves: Reserves,
-        completions: CompletionQueue,
-        abandoned: list[object],
+        caller: Caller,
     ) -> None:
         self._dist = dist
         self._reserves = reserves
-        self._completions = completions
-        self._abandoned = abandoned
-        self._questions = Questions(dist, reserves, completions, KEEPER_S)
+        self._caller = caller
+        self._questions = Questions(dist, reserves, caller.completions, KEEPER_S)
         self._started: dict[int, Any] = {}
 
-    def store_at(self, place: str, timeout: float | None) -> Store:
+    def store_at(self, place: str) -> Store:
         """Return the store of worker 0.
 
         Raises:
             StallError: If it does not answer in time.
             WorkerLostError: If it is gone.
         """
-        start, address = monotonic(), own_address(self._dist, self._reserves, 0)
+        start, timeout = monotonic(), self._caller.timeout
+        address = own_address(self._dist, self._reserves, 0)
         while True:
             try:
-                return reach(self._dist, address, place, KEEPER_S, self._completions)
+                return reach(self._dist, address, place, KEEPER_S, self._caller.completions)
             except ConnectionRefusedError as error:
                 raise WorkerLostError(
                     f"Worker 0 is gone: nobody listens at {address}.", ranks=(0,)
                 ) from error
             except TimeoutError as error:
-                self._require_wanted()
+                self._caller.require_waiting("grow")
                 if timeout is not None and monotonic() > start + timeout:
                     raise StallError(
                         f"Worker 0 does not answer at {address} within {timeout:g} s.",
@@ -519,7 +507,7 @@ class Newcomers:
             ContextError: If nobody waits for this any more.
             WorkerLostError: If one of them cannot come.
         """
-        self._require_wanted()
+        self._caller.require_waiting("grow")
         for each, process in self._started.items():
             if process.poll() is not None:
                 raise WorkerLostError(
@@ -535,10 +523,6 @@ class Newcomers:
                     f"Worker {each} is gone, or has lost another one: it does not come to grow.",
                     ranks=(each,) if word.is_gone else (),
                 )
-
-    def _require_wanted(self) -> None:
-        if self._abandoned:
-            raise ContextError("This grow was cancelled.")
 
     def end(self) -> None:
         """End what was started."""

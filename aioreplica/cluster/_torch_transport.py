@@ -25,7 +25,7 @@ from ..errors import ContextError
 from ..tree import Array
 from ._communicator import ENDED, LOST, Failure
 from ._rows import workers_in_words
-from ._torch_reserves import Meeting, newest_reserves, say_closed
+from ._torch_reserves import Caller, Meeting, say_closed
 from ._torch_resize import CONNECT_S, meet_more, meet_survivors
 from ._torch_store import ANSWER_S, JOIN_PAUSE_S, LEAVE_S, Answer, is_kept_by_torchrun
 from ._transport import PASSED, WAITING, Group, GroupEndedError, Note, Poll, Transport, joined
@@ -70,7 +70,7 @@ class TorchTransport(Transport):
         rank, size, store = meeting.rank, meeting.size, meeting.store
         self.rank, self.size = rank, size
         self._torch, self._dist, self.store = torch, dist, store
-        self._reserves = newest_reserves()[os.getpid()] = meeting.reserves
+        self._reserves = meeting.reserves
         self.knows_stalled = True
         self._completions, self._ring = completions, ring
         self._limit = NO_TIMEOUT if timeout is None else timedelta(seconds=timeout + SLACK_S)
@@ -110,34 +110,24 @@ class TorchTransport(Transport):
             )
         return dist.new_group(backend="gloo", timeout=self._limit)
 
-    def met_anew(
-        self,
-        num_new: int,
-        failure: Failure | None,
-        timeout: float | None,
-        completions: CompletionQueue,
-        abandoned: list[object],
-    ) -> Meeting:
+    def met_anew(self, num_new: int, failure: Failure | None, caller: Caller) -> Meeting:
         """Meet those who are left, or all there are with some who are added; let this group go.
 
         Args:
             num_new: How many to add; 0 if the group has ended.
             failure: Why it has.
-            timeout: How long to wait for the others, in seconds.
-            completions: Of the loop that waits.
-            abandoned: Gets an item when nobody waits any more.
+            caller: Who waits for it.
 
         Raises:
             ContextError: If a worker could not be started, or this was abandoned.
             StallError: If not all came in time.
             WorkerLostError: If one was lost, or the others go on without this one.
         """
-        rest = timeout, completions, abandoned
         if num_new:
-            meeting = meet_more(self._dist, self._reserves, num_new, *rest)
+            meeting = meet_more(self._dist, self._reserves, num_new, caller)
         else:
             known = failure if self.knows_stalled else None
-            meeting = meet_survivors(self._dist, self._reserves, known, *rest)
+            meeting = meet_survivors(self._dist, self._reserves, known, caller)
         self._let_go().clear()
         return meeting
 

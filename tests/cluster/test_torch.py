@@ -9,7 +9,7 @@ import pytest
 
 from aioreplica.cluster import ClusterResolver, _torch, _torch_reserves
 from aioreplica.cluster._processes import ProcessId, require_own_program
-from aioreplica.cluster._torch_reserves import Reserves, own_host_towards
+from aioreplica.cluster._torch_reserves import Caller, Reserves, own_host_towards
 from aioreplica.cluster._torch_store import Store, StoreSilentError
 from aioreplica.cluster._torch_transport import changes_timeouts
 from aioreplica.devices import CompletionQueue
@@ -33,7 +33,7 @@ async def test_a_store_that_goes_while_workers_meet_is_a_loss(
     resolver = ClusterResolver(task_id=1, num_workers=2, coordinator_address="127.0.0.1:1")
 
     with pytest.raises(WorkerLostError, match=r"store at 127.0.0.1:1.*\(Connection reset") as told:
-        _torch.join(resolver, 1.0, CompletionQueue.of_running_loop(), [])
+        _torch.join(resolver, Caller(1.0, CompletionQueue.of_running_loop(), []))
 
     assert told.value.ranks == (0,)
 

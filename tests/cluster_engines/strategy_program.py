@@ -253,6 +253,8 @@ async def grow_in_vain(strategy: ar.MultiWorkerMirroredStrategy, argument: str) 
             await strategy.grow(int(argument), training.kept)
         except (StallError, WorkerLostError) as error:
             told = f"{type(error).__name__} {list(error.ranks)}: {error}"
+            if error.__cause__ is error:
+                raise RuntimeError("an error has itself as its cause") from None
             await strategy.shrink(training.kept)
         await training.to_the_end()
     size = strategy.num_replicas_in_sync
