@@ -196,16 +196,19 @@ class Jobs:
         """Go on with a job that failed or was cancelled, at its last checkpoint; False if not.
 
         Raises:
-            RefusedError: If none is taken now.
+            RefusedError: If none is taken now, or it was left behind and still hangs.
         """
         if job.status not in {"failed", "cancelled"}:
             return False
+        if job.work is not None and not job.work.done():
+            hangs = f"Job {job.id} was left behind, and what hangs in it has not ended yet."
+            raise RefusedError(503, hangs, 5)
         if refusal := self.refusal():
             raise refusal
         job.status, job.error, job.step_too_long = "queued", "", ""
         job.is_cancelled, job.starts, job.told = False, 0, asyncio.Event()
+        self._start(job)  # from now on it can be cancelled
         await self._write(job, status="queued", error="", starts=0)
-        self._start(job)
         return True
 
     def all(self) -> list[Job]:

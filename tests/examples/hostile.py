@@ -132,6 +132,7 @@ class Attack:
         self.seen = Seen()
         self.rng = Random(seed)
         self.is_over = asyncio.Event()
+        self.is_warm = asyncio.Event()  # a good job has ended since the last start
         self.expected: list[str] = []
         self._data = data
         self._errors = errors
@@ -172,16 +173,18 @@ class Attack:
                 if status != -signal.SIGKILL:
                     self.seen.wrong.append(f"the service ended with {status}")
                 self.seen.done["restarts"] += 1
+                self.is_warm.clear()
                 self.seen.sizes.clear()
                 await self.client.aclose()
                 await self.start()
             await self.pause(0.1)
 
     async def measure(self) -> None:
-        """Remember how large the process is, second by second."""
+        """Remember how large the process is, second by second, once it has all that it imports."""
         while not self.is_over.is_set():
             with suppress(OSError, KeyError):  # it has just died
-                self.seen.sizes.append(size_of(self.process.pid))
+                if self.is_warm.is_set():
+                    self.seen.sizes.append(size_of(self.process.pid))
             await self.pause(1.0)
 
     async def pause(self, seconds: float) -> None:
@@ -223,6 +226,21 @@ class Attack:
                 return dict(told)
             await asyncio.sleep(0.1)
 
+    async def trained(self, job: int) -> dict[str, Any]:
+        """Wait until a good job is over; go on with one whose first step took too long.
+
+        It compiles, which may take some seconds on a busy machine.
+        """
+        told = await self.ended(job)
+        while f"Step {(told['resumed_from'] or 0) + 1} took more than" in told["error"]:
+            answer = await self.ask("POST", f"/jobs/{job}/resume", headers=JSON)
+            self.seen.done["first steps that took too long"] += (
+                answer is not None and answer.is_success
+            )
+            await asyncio.sleep(0.1)
+            told = await self.ended(job)
+        return told
+
     # ---- the clients ----
 
     async def learn_digests(self) -> None:
@@ -230,15 +248,12 @@ class Attack:
         for settings in GOOD:
             job = await self.submit(settings)
             assert job is not None
-            told = await self.ended(job)
-            while told["status"] != "done":  # its first step may take long on a busy machine
-                await self.ask("POST", f"/jobs/{job}/resume", headers=JSON)
-                told = await self.ended(job)
-            self.expected.append(told["digest"])
+            self.expected.append((await self.trained(job))["digest"])
 
     async def train_good(self, number: int) -> None:
         while (job := await self.submit(GOOD[number])) is not None:
-            told = await self.ended(job)
+            told = await self.trained(job)
+            self.is_warm.set()
             self.seen.done["good jobs"] += 1
             if (told["status"], told["digest"]) != ("done", self.expected[number]):
                 self.seen.wrong.append(f"good job: {told}")
@@ -370,6 +385,7 @@ async def attack(seconds: float, seed: int, folder: Path) -> Seen:
                         tasks.create_task(work)
                     await attack.kill()  # first: the last process is the one that may not grow
                     tasks.create_task(attack.hang())
+                    await attack.is_warm.wait()
                     await asyncio.sleep(seconds)
                     attack.is_over.set()
             await attack.client.aclose()

@@ -317,13 +317,32 @@ async def test_a_job_whose_data_hang_is_left_behind(
             patch.setattr(jobs_module, "UNWIND_S", 0.0)
             assert await steady.jobs.cancel(job)
         good = await ended(await steady.jobs.submit(BODY))
+        assert (job.status, "left behind" in job.error) == ("cancelled", True)
+        with pytest.raises(RefusedError, match="was left behind, and what hangs in it") as refused:
+            await steady.jobs.start_again(job)
         hang.may_end.set()
         assert job.work is not None
         await asyncio.wait([job.work])
+        assert (job.status, "left behind" in job.error) == ("cancelled", True)
+        assert await steady.jobs.start_again(job)
+        await ended(job)
 
+    assert refused.value.status == 503
     assert (good.status, good.digest) == ("done", digest)
-    assert job.status == "cancelled"
-    assert "left behind" in job.error
+    assert (job.status, job.error) == ("done", "")
+
+
+@pytest.mark.asyncio
+async def test_a_job_is_cancelled_as_soon_as_it_is_resumed(tmp_path: Path) -> None:
+    async with service(tmp_path) as steady:
+        job = await steady.jobs.submit(BODY)
+        await steady.jobs.cancel(job)
+
+        told = await asyncio.gather(steady.jobs.start_again(job), steady.jobs.cancel(job))
+
+        assert told == [True, True]
+        assert (job.status, job.error) == ("cancelled", "")
+        assert await steady.status(job) == "cancelled"
 
 
 def test_errors_are_told_apart_and_told_in_full() -> None:
