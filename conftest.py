@@ -29,8 +29,8 @@ _EXAMPLES = {
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the examples of functions over a package that is missing; all but a part of all.
 
-    With `AIOREPLICA_TEST_PART=0/2`, or 1/2, every second test runs, wherever it is: `.ci/run` asks
-    for both in turn where tests run that have run before, on another Python or with fewer seeds.
+    With `AIOREPLICA_TEST_PART=0/3`, 1/3 or 2/3, every third test runs: `.ci/run` asks for these in
+    turn where tests run that have run before, on another Python or with fewer seeds.
     """
     missing = {name for name, package in _EXAMPLES.items() if find_spec(package) is None}
     items[:] = [item for item in items if item.name not in missing]

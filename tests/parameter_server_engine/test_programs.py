@@ -160,7 +160,8 @@ EXAMPLE = str(ROOT / "examples" / "recommender_ps.py")
 @pytest.mark.parametrize("options", [(), ("--workers", "1")], ids=" ".join)
 def test_the_recommender(tmp_path: Path, options: tuple[str, ...]) -> None:
     figure = tmp_path / "roc.png"
-    with running(EXAMPLE, "--epochs", "1", "--output", str(figure), *options) as process:
+    options = ("--epochs", "1", "--batch-size", "1024", *options)
+    with running(EXAMPLE, "--output", str(figure), *options) as process:
         out, err = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 0, err
         assert err == ""
