@@ -70,7 +70,7 @@ class Pace:
 
     def take_lane(self) -> None:
         """Have the lane until it is given back; those of saves whose loops were closed are now."""
-        for pace in tuple(_with_lanes()):
+        for pace in list(_with_lanes()):
             if (loop := pace._loop) is not None and loop.is_closed():
                 pace.give_lane_back()
         self._loop = asyncio.get_running_loop()

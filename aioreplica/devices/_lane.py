@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, final
 
 from ..context import REGISTRY
@@ -136,9 +136,9 @@ class Lane:
         self._threads: list[threading.Thread] = []
         self._streams: list[_Stream] = []
         self._lock = threading.Lock()
-        self._idle = threading.Semaphore(0)  # counts threads that wait, where there are several
         self._stopped = False
         self._serving = 0  # threads that take ops; those that lend the lane do not count
+        self._num_open = 0  # ops for these, queued or running; counted where threads are several
         self._past = _Stream()  # what threads did that have ended
         self._lenders: list[OpTracker] = []  # runs with an op that lends the lane
         self._held_back: deque[AnyOp] = deque()  # ops of those runs, until that op has ended
@@ -155,8 +155,11 @@ class Lane:
         observers = self._observers if tracker is None else tracker.observers
         if (tell := observers.op_queued) is not None:
             tell(op, self.name)
+        if self._num_streams > 1:
+            with self._lock:
+                self._num_open += 1
         self._queue.put(op)
-        if self._serving < self._num_streams and not self._idle.acquire(blocking=False):
+        if self._serving < self._num_streams and self._serving < max(self._num_open, 1):
             self._start_thread(op)
         # Not under the lock: `put` is on the path of every op, and a lane is stopped once.
         if self._stopped and op.withdraw():  # it may have landed behind the stop sentinels
@@ -173,6 +176,7 @@ class Lane:
         tracker = self._serving_stream().tracker
         with self._lock:
             self._serving -= 1
+            self._num_open -= 1
             if tracker is not None:
                 self._lenders.append(tracker)
             has_queued = not self._queue.empty()
@@ -194,6 +198,7 @@ class Lane:
             # Nobody took over meanwhile: the thread goes on without a trip through the queue.
             if self._serving < self._num_streams:
                 self._serving += 1
+                self._num_open += 1
                 return
             handover = _Handover()
             self._queue.put(handover)
@@ -219,12 +224,14 @@ class Lane:
 
     def statistics(self) -> LaneStatistics:
         """Return counts of queued, running and finished ops, and the busy time."""
-        streams = self._streams
+        with self._lock:  # a thread that ends is one of the streams, or in the past
+            streams = self._streams.copy()
+            done, busy_s = self._past.num_done, self._past.busy_s
         return LaneStatistics(
             queued=self._queue.qsize() + len(self._held_back),
             running=sum(stream.is_running for stream in streams),
-            done=self._past.num_done + sum(stream.num_done for stream in streams),
-            busy_s=self._past.busy_s + sum(stream.busy_s for stream in streams),
+            done=done + sum(stream.num_done for stream in streams),
+            busy_s=busy_s + sum(stream.busy_s for stream in streams),
             process=None if self._process is None else self._process.statistics(),
         )
 
@@ -260,7 +267,7 @@ class Lane:
     def _serve(self, stream: _Stream) -> None:
         _lower_priority(self._nice, self._background)
         _serving_threads()[threading.get_ident()] = self, stream
-        name, take = self.name, self._take if self._num_streams > 1 else self._queue.get
+        name, take, is_counted = self.name, self._queue.get, self._num_streams > 1
         runner: OpProcess | None = self._process or self.streams
         while True:
             op = (self._held_back_op() if self._held_back else None) or take()
@@ -273,10 +280,13 @@ class Lane:
             if self._lenders and tracker in self._lenders:
                 with self._lock:  # another thread of the lane may walk through them
                     self._held_back.append(op)
+                    self._num_open -= 1
                 continue
             # It was withdrawn: a cancelled op stays in the queue, which has no removal.
             if not op.claim():
                 del op  # an idle thread must not keep the last op's arrays alive
+                if is_counted:
+                    self._close_one()
                 continue
             stream.tracker = tracker
             stream.is_running = True
@@ -292,6 +302,8 @@ class Lane:
             stream.is_running = False
             stream.num_done += 1
             stream.busy_s += op.seconds
+            if is_counted:  # before the next op may come, which needs no further thread then
+                self._close_one()
             completions = op.completions
             completions.add(op)
             del op  # before its awaiter learns that it is done: its result may be used again
@@ -310,6 +322,7 @@ class Lane:
             self._streams.remove(stream)
             self._past.num_done += stream.num_done
             self._past.busy_s += stream.busy_s
+            self._num_open += 1
         handover.is_done.set()  # the one that takes over counts in its place
 
     def _held_back_op(self) -> AnyOp | None:
@@ -318,16 +331,13 @@ class Lane:
             for op in self._held_back:
                 if op.tracker not in self._lenders:
                     self._held_back.remove(op)
+                    self._num_open += 1
                     return op
         return None
 
-    def _take(self) -> AnyOp | _Handover | None:
-        """Wait for an op; where threads are several, one about to wait says so first."""
-        try:
-            return self._queue.get_nowait()
-        except Empty:
-            self._idle.release()
-            return self._queue.get()
+    def _close_one(self) -> None:
+        with self._lock:
+            self._num_open -= 1
 
 
 @final

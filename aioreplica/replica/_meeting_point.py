@@ -242,7 +242,8 @@ class MeetingPoint:
 
     def _failed(self, generation: Generation, error: BaseException) -> None:
         first: Call = generation.calls[0]
-        if next(reversed(self.unseen.values()), None) is not error:  # that of those before, too
+        unseen = list(self.unseen.values())  # an op's thread may look at a handle
+        if not unseen or unseen[-1] is not error:  # that of those before, too
             where = f"{first.describe()}, called at {first.site}"
             add_note_once(error, f"Raised by the merge of {where}.")
         generation.error = error

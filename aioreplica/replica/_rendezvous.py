@@ -242,7 +242,7 @@ class Rendezvous:
     def open_generations(self) -> list[Generation]:
         """Return what is waited for in any group, the oldest numbers of everyone's first."""
         found = list(self.everyone.open.values())
-        for group in self._groups.values():
+        for group in list(self._groups.values()):  # an op's thread may make another one
             found += group.open.values()
         return found
 
@@ -289,7 +289,7 @@ class Rendezvous:
             self._handle_waits.clear()
             self._blocked.clear()
             self.in_flight.clear()
-            for group in self._groups.values():
+            for group in list(self._groups.values()):
                 group.open.clear()
 
     # ---- decisions -----------------------------------------------------------------------

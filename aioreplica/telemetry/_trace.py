@@ -15,6 +15,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -182,7 +183,8 @@ class TraceRecorder:
     def _op_queued(self, op: ObservedOp, _lane: str) -> None:
         queued = self._queued
         if len(queued) >= MAX_OPS_QUEUED:
-            queued.pop(next(iter(queued)), None)
+            with suppress(StopIteration, RuntimeError):  # an op has ended meanwhile: there is room
+                queued.pop(next(iter(queued)), None)
         queued[id(op)] = self._now()
 
     def _op_ended(self, op: ObservedOp, lane: str) -> None:

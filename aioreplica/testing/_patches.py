@@ -263,7 +263,7 @@ def new_modules(known: Mapping[str, object] | None = None) -> list[ModuleType]:
         known = REGISTRY.once("testing_imported", dict)
     return [
         module
-        for name, module in tuple(sys.modules.items())  # twice a schedule: what is most first
+        for name, module in list(sys.modules.items())  # twice a schedule: what is most first
         if name not in known
         and not _is_never_patched(name)
         and type(module) is ModuleType

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from typing import Any, final
 
@@ -62,7 +62,7 @@ class StepGate:
         if place.in_merge or place.is_outside:
             return  # a step inside a step: what waits for idleness waits for this one too
         while self.is_closed:
-            await _wait_in(self._open)
+            await _wait_in(self._open, lambda: not self.is_closed)
 
     async def loop_opened(self, name: str) -> None:
         """Wait as `opened` does, for a loop of this name.
@@ -111,7 +111,7 @@ class StepGate:
     async def idle(self) -> None:
         """Wait until no step is under way."""
         while self.running:
-            await _wait_in(self._idle)
+            await _wait_in(self._idle, lambda: not self.running)
 
     def step_ended(self) -> None:
         """Learn that a step has ended; needed while the gate is closed."""
@@ -144,11 +144,12 @@ async def between_steps(gates: Collection[StepGate]) -> AsyncIterator[None]:
             gate.open()
 
 
-async def _wait_in(waiters: list[asyncio.Future[None]]) -> None:
+async def _wait_in(waiters: list[asyncio.Future[None]], is_over: Callable[[], bool]) -> None:
     future = asyncio.get_running_loop().create_future()
-    waiters.append(future)
+    waiters.append(future)  # before the look: loops of other threads wake those who are here
     try:
-        await future
+        if not is_over():
+            await future
     finally:
         with suppress(ValueError):
             waiters.remove(future)

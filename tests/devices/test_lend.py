@@ -52,6 +52,25 @@ async def test_ops_put_while_one_waits_run_meanwhile(num_streams: int) -> None:
 
 
 @pytest.mark.asyncio
+async def test_another_thread_takes_over_however_often_threads_were_idle_before() -> None:
+    lane, op, may_end = Lane("test", num_streams=2), Waiting(), threading.Event()
+    both = threading.Barrier(2)
+    for _ in range(5):
+        await asyncio.gather(*(put(lane, both.wait, 60) for _ in range(2)))
+    ops = [put(lane, op), put(lane, may_end.wait, 60)]
+    assert op.started.wait(60)
+
+    assert await put(lane, str, "taken") == "taken"
+
+    assert not any(each.is_done for each in ops)
+    may_end.set()
+    op.gate.set()
+    assert [await each for each in ops] == ["done", True]
+    lane.stop()
+    lane.join(60)
+
+
+@pytest.mark.asyncio
 async def test_ops_queued_before_run_meanwhile_too() -> None:
     lane, op = Lane("test"), Waiting()
     ops = [put(lane, op), *(put(lane, op.events.append, name) for name in "ab")]

@@ -43,6 +43,29 @@ async def test_a_block_between_steps_is_entered_when_the_last_step_has_ended() -
     assert not gate.is_closed
 
 
+class Running(set[str]):
+    """Steps under way, the last of which ends on another thread right behind the first look."""
+
+    gate: StepGate
+
+    def __bool__(self) -> bool:
+        if not len(self):
+            return False
+        self.clear()
+        self.gate.step_ended()
+        return True
+
+
+@pytest.mark.asyncio
+async def test_a_step_that_ends_between_a_look_and_the_wait_is_seen() -> None:
+    gate = StepGate()
+    gate.running = running = Running({"a"})
+    running.gate = gate
+
+    with pytest.raises(StopIteration):  # it has nothing to wait for
+        gate.idle().send(None)
+
+
 @pytest.mark.asyncio
 async def test_a_cancelled_wait_for_idleness_opens_the_gate() -> None:
     gate = StepGate()

@@ -241,7 +241,7 @@ def _same(thing: object) -> object:
 
 def _log_levels() -> dict[str, int]:
     levels = {"": logging.getLogger().level}
-    for name, logger in tuple(logging.getLogger().manager.loggerDict.items()):
+    for name, logger in list(logging.getLogger().manager.loggerDict.items()):
         if isinstance(logger, logging.Logger) and logger.level:
             levels[name] = logger.level
     return levels

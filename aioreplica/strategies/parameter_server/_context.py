@@ -112,22 +112,26 @@ class ClosureContext:
         """
         kept: _Pulled = self.worker.once(self.closure.strategy_id, "values", _Pulled)
         known = kept.of_epoch(self._stamp.epoch)
+        held: dict[Key, tuple[int, Array | None]] = {}  # other closures may change what is known
         requests: dict[int, list[Pull]] = {}
         for variable, indices in (*((each, None) for each in wholes), *rows):
             for server, pulls in pulls_of(variable.spec, indices).items():
                 for pull in pulls:
-                    version = known[pull.key][0] if pull.key in known else -1
+                    held[pull.key] = version, _ = known.get(pull.key, (-1, None))
                     requests.setdefault(server, []).append(pull._replace(known_version=version))
         answers = self._exchange(requests)
         for variable in wholes:
             spec, parts = variable.spec, []
             for key in ((spec.variable_id, i) for i in range(len(spec.shards))):
                 version, value = answers[key]
-                if value is not None:
+                if value is None:  # there is none newer than what was held
+                    value = held[key][1]
+                    assert value is not None
+                elif version >= known.get(key, (-1, None))[0]:
                     known[key] = version, value
                 self._versions[key] = version
                 self._written.discard(key)
-                parts.append(known[key][1])
+                parts.append(value)
             value = parts[0].view() if len(parts) == 1 else np.concatenate(parts)
             value.flags.writeable = False
             self._values[spec.variable_id] = value

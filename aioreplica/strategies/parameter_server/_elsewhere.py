@@ -50,7 +50,7 @@ class Elsewhere:
 
     def leave_home(self) -> None:
         """Let go of the values that `bring_home` has brought."""
-        for variable in [*self._servers.variables.values(), *self._slots()]:
+        for variable in [*self._servers.living_variables(), *self._slots()]:
             is_pending = (
                 variable.spec.slot is None and variable.spec.variable_id in self._servers.pending
             )

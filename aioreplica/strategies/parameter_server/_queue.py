@@ -181,8 +181,8 @@ class ClosureQueue:
 
     @property
     def depth(self) -> int:
-        """Number of queued closures."""
-        return sum(closure.again is None for closure in self._queued)
+        """Number of queued closures; from any thread."""
+        return sum(each.state == "queued" for each in list(self._unfinished.values()))
 
     @property
     def num_running(self) -> int:

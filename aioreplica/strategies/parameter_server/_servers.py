@@ -231,8 +231,9 @@ class Servers:
             if self.copies is not None and not self.copies.is_lost(server):
                 continue  # somebody could not reach it, but it is there
             if self._handles.pop(server, None) is not None:
-                for number, variable in self.variables.items():
+                for variable in self.living_variables():
                     places = {shard.server for shard in variable.spec.shards}
+                    number = variable.spec.variable_id
                     if number not in self.pending and server in places:
                         self.missing[number] = None
         return self.lost_error(error.ranks[0]) if error.ranks else error
@@ -256,9 +257,18 @@ class Servers:
     @property
     def lost_variables(self) -> tuple[ServedVariable, ...]:
         """The variables that were on lost servers and were not restored."""
-        lost = self.variables.keys() - self.pending.keys() if self.is_lost else self.missing
+        lost = self._not_pending() if self.is_lost else self.missing
         alive = (self.variables.get(number) for number in sorted(lost))
         return tuple(v for v in alive if v is not None and v.spec.slot is None)
+
+    def living_variables(self) -> list[ServedVariable]:
+        """Return the variables that there are; others may die on any thread meanwhile."""
+        found = (each() for each in self.variables.valuerefs())
+        return [variable for variable in found if variable is not None]
+
+    def _not_pending(self) -> set[int]:
+        numbers = {variable.spec.variable_id for variable in self.living_variables()}
+        return numbers - self.pending.keys()
 
     def lost_error(self, server: int = 0) -> WorkerLostError:
         """Say what was lost with a server, or with the cluster."""
@@ -305,7 +315,7 @@ class Servers:
 
     def give_up(self) -> None:
         """Take the cluster and all it holds for lost, until `go_back`."""
-        self.missing |= dict.fromkeys(sorted(self.variables.keys() - self.pending.keys()))
+        self.missing |= dict.fromkeys(sorted(self._not_pending()))
         self._is_left = True
 
     async def reopen(self, engine: ClosureEngine) -> None:
