@@ -260,6 +260,7 @@ def _programs(
 
     assert runtime.compiled is not None  # it was loaded
     gang = Gang(len(contexts), asyncio.get_running_loop())
+    run.group.point.on_abort.append(gang.abort)
     loop = CompiledLoop(
         plan.fn, runtime.compiled, infeed, steps, contexts, runtime.events, plan.num_steps,
         run.group.step, plan.options.seed or 0, plan.every, gang,

@@ -58,12 +58,17 @@ class Gang:
     Args:
         size: How many replicas there are.
         loop: The event loop of the run.
+
+    Invariants:
+        * Each gate is opened once.
+        * Once the run is aborted, the others wait only for one that leads and has come.
     """
 
     def __init__(self, size: int, loop: asyncio.AbstractEventLoop | None) -> None:
         self._lock = Lock()
         self._missing = size - 1
         self._is_ready = size == 1
+        self._is_led = self._is_over = False
         self._all_here = new_gate(loop)
         self._gates: list[Gate] = [new_gate(loop) for _ in range(size - 1)]
         if self._is_ready:
@@ -82,16 +87,32 @@ class Gang:
 
     def wait_for_all(self, blocking: BlockingContext) -> None:
         """Wait until all other threads are here, or the run has ended."""
-        blocking.when_aborted(self._let_lead)
-        blocking.check_running()  # behind the line above: an abort is seen here, or calls that
+        with self._lock:
+            self._is_led = True
+        blocking.check_running()  # behind the line above: an abort is seen here, or sees that
         with blocking.waiting("the other devices"):
             self._all_here.wait()
         blocking.check_running()
 
     def end(self) -> None:
-        """Let the others go."""
-        for gate in self._gates:
-            gate.open()
+        """Let the others go; idempotent."""
+        with self._lock:
+            is_first, self._is_over = not self._is_over, True
+        if is_first:
+            for gate in self._gates:
+                gate.open()
+
+    def abort(self) -> None:
+        """Wake who waits, as the run has ended; from any thread, idempotent.
+
+        The others go, too, unless one that leads has come: its op may have been taken back from
+        the queue of a busy device, and never comes then.
+        """
+        with self._lock:
+            is_led = self._is_led
+        self._let_lead()
+        if not is_led:
+            self.end()
 
     def _let_lead(self) -> None:
         with self._lock:
