@@ -2,13 +2,15 @@
 
 import asyncio
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import aioreplica as ar
+from aioreplica.telemetry import EventLog
 from tests.conftest import mirrored
-from tests.replica.gated import GatedOp, spawn
+from tests.replica.gated import GatedOp, me, spawn
 
 jax = pytest.importorskip("jax")
 
@@ -55,3 +57,39 @@ async def test_a_call_ends_while_the_device_that_leads_is_busy(
 
     result = await gang.run_steps(step, iterator, 4, compile="jax")
     assert (result.steps_run, w.version) == (4, 4)  # with all lanes, and all elements
+
+
+@pytest.mark.parametrize("records", [lambda ctx: ctx.record, lambda ctx: me().record])
+async def test_a_record_needs_a_name(pair: ar.Strategy, records: Any) -> None:
+    w, _, step = model(pair, adam)
+
+    def recording(ctx: ar.MultiStepContext, x: Any, y: Any) -> None:
+        step(ctx, x, y)
+        records(ctx)(7, x[0, 0])
+
+    iterator = iter(elements(pair, 3))
+    with pytest.raises(TypeError, match="The name of an event must be a str, got 7"):
+        await pair.run_steps(recording, iterator, 3, compile="jax")
+
+    assert w.version == 0
+    left = await pair.run_steps(step, iterator, 3, compile="jax")
+    assert left.steps_run == 3
+
+
+async def test_elements_of_steps_that_are_written_do_not_go_back(pair: ar.Strategy) -> None:
+    w, _, step = model(pair, adam)
+
+    def recording(ctx: ar.MultiStepContext, x: Any, y: Any) -> None:
+        step(ctx, x, y)
+        ctx.record("x", x[0, 0])
+
+    iterator = iter(elements(pair, 5))
+    with (
+        mock.patch.object(EventLog, "add_scalar", side_effect=OSError("full")),
+        pytest.raises(OSError, match="full"),
+    ):
+        await pair.run_steps(recording, iterator, 5, compile="jax", every=2)
+
+    assert w.version == 2
+    left = await pair.run_steps(step, iterator, 5, compile="jax")
+    assert (left.steps_run, w.version) == (3, 5)

@@ -268,6 +268,8 @@ class TracedReplica:
 
     def record(self, name: str, value: Any) -> None:
         """Keep a number of the step, for the event log; see `ReplicaContext`."""
+        if not isinstance(name, str):
+            raise TypeError(f"The name of an event must be a str, got {name!r}.")
         if isinstance(value, str):
             raise refusal("ctx.record of a text")
         require_recorded_in(self.recording, f"ctx.record({name!r})")

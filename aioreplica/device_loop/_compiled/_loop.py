@@ -338,18 +338,18 @@ class CompiledLoop:
         assert state is not None
         self._is_due = False
         num_steps = self._done - self._published
-        state.write(num_steps)
         outputs = state.outputs()
         widen_sums(outputs, (name for name, op in program.ops.items() if op is ReduceOp.SUM))
+        state.write(num_steps)
+        self._published = self._done  # at once: whatever fails below, these steps are written
+        for step in self._steps:
+            step.ended(num_steps)
         for context, own in zip(self._contexts, outputs, strict=True):
             context.last_step_outputs.update(own)
             context.take_outputs(self._done, program.ops, program.sites)
         for number, name, value in self._records:
             self._events.add_scalar(number, 0, name, value)
         self._records.clear()
-        self._published = self._done
-        for step in self._steps:
-            step.ended(num_steps)
 
 
 def _failure(program: StepProgram, code: int, number: int) -> Exception:
