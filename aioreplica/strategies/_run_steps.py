@@ -279,9 +279,16 @@ def _require_compilable(runtime: Runtime) -> None:
     """Check that a strategy's steps can be compiled.
 
     Raises:
-        ContextError: If it has workers.
+        ContextError: If it has workers, or compresses what it reduces.
         DeviceError: If a device has a process of its own.
     """
+    compression = runtime.reducer.options.compression
+    if compression is not None:
+        raise ContextError(
+            f'{runtime!r} cannot run_steps with compile="jax": it was made with compression='
+            f"{compression!r}, and a compiled program sums arrays as they are. Make a strategy "
+            "without compression, or leave out `compile`."
+        )
     if runtime.workers is not None:
         raise ContextError(
             f'{runtime!r} cannot run_steps with compile="jax": its replicas meet those of other '

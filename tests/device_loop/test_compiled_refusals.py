@@ -339,6 +339,39 @@ async def test_optimizers_of_other_libraries(pair: ar.Strategy) -> None:
         await pair.run_steps(step, iter([element()]), 1, compile="jax")
 
 
+async def test_compression_of_the_strategy() -> None:
+    options = ar.CommunicationOptions(compression=ar.collectives.Float16())
+    async with ar.MirroredStrategy(["cpu:0", "cpu:1"], options=options) as strategy:
+        iterator = iter([element()])
+        with pytest.raises(ContextError, match=r"was made with compression=.*Float16.*sums arrays"):
+            await strategy.run_steps(lambda ctx, x: None, iterator, 1, compile="jax")
+
+        left = await strategy.run_steps(lambda ctx, x: None, iterator, 1)
+        assert left.steps_run == 1
+
+
+async def test_options_of_a_call(pair: ar.Strategy) -> None:
+    async def run(name: str, options: Any) -> Any:
+        def step(ctx: ar.MultiStepContext, x: Any) -> None:
+            replica = me().blocking
+            if name == "all_reduce":
+                ctx.set_last_step_output("x", replica.all_reduce("sum", x, options))
+            else:
+                ctx.set_last_step_output("x", replica.all_gather(x, 0, options))
+
+        result = await pair.run_steps(step, iter([element()]), 1, compile="jax")
+        return result.last_step_outputs["x"].values[0].shape
+
+    compressed = ar.CommunicationOptions(compression=ar.collectives.TopK(0.5))
+    with pytest.raises(ContextError, match=r"all_reduce was called with compression=.*TopK"):
+        await run("all_reduce", compressed)
+    assert await run("all_gather", compressed) == (8,)  # as eagerly
+    assert await run("all_reduce", ar.CommunicationOptions(timeout_seconds=1.0)) == (4,)
+    for name in ("all_reduce", "all_gather"):
+        with pytest.raises(TypeError, match=f"{name} takes options as an ar"):
+            await run(name, "fast")
+
+
 @dataclass(frozen=True)
 class Rate:
     """Numbers of a rule, in a dataclass."""

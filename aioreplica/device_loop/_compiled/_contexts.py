@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ...collectives import CommunicationOptions, require_options
 from ...context import CurrentStrategy
+from ...errors import ContextError
 from ...tree import Tree, flatten, map_leaves, map_nodes, unflatten
 from ...typing import OpName, ReduceOp
 from ...values import Variable, Weighted, is_floating
@@ -203,9 +205,20 @@ class TracedReplica:
         """Do nothing: a compiled program runs to its end."""
 
     def all_reduce(self, op: ReduceOp | OpName, value: Tree, options: object = None) -> Tree:
-        """Combine a value over all replicas."""
-        parsed = ReduceOp.parse(op)
-        return self._reduced(parsed, value, lambda leaf: leaf)
+        """Combine a value over all replicas.
+
+        Raises:
+            ContextError: If it is to be compressed.
+            TypeError: If `options` is not a CommunicationOptions.
+        """
+        require_options(options, "all_reduce")
+        if isinstance(options, CommunicationOptions) and options.compression is not None:
+            raise ContextError(
+                f"all_reduce was called with compression={options.compression!r} in a step that "
+                "run_steps compiles, and a compiled program sums arrays as they are. Leave out "
+                "the compression, or `compile`."
+            )
+        return self._reduced(ReduceOp.parse(op), value, lambda leaf: leaf)
 
     def reduce_scatter(self, op: ReduceOp | OpName, value: Tree, axis: int = 0) -> Tree:
         """Combine a value over all replicas and take this one's part along an axis."""
@@ -225,6 +238,7 @@ class TracedReplica:
 
     def all_gather(self, value: Tree, axis: int, options: object = None) -> Tree:
         """Join a value of all replicas along an axis."""
+        require_options(options, "all_gather")
 
         def gathered(leaf: object) -> Traced:
             array = as_traced(leaf)
