@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import aioreplica as ar
+from aioreplica.errors import NonFiniteError
 from aioreplica.optimizers import (
     SGD,
     Adagrad,
@@ -20,6 +22,8 @@ from tests.conftest import mirrored
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402 - jax may be missing
+
+from aioreplica.device_loop._compiled._program import Trial  # noqa: E402
 
 from .compiled_steps import vectors  # noqa: E402
 
@@ -363,3 +367,74 @@ async def test_a_sum_of_integer_weights_does_not_wrap(weight: Any, as_array: boo
             await strategy.run_steps(step, iter(vectors(strategy, 3)), 3, **options)
             found.append(w.value.copy())
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+
+# --- values that were not finite before -----------------------------------------------------------
+
+
+async def left_of(
+    make: Callable[[], Optimizer],
+    start: Any,
+    rows: Sequence[Any],
+    calls: Sequence[int] = (),
+    *,
+    scans: bool = True,
+    **options: Any,
+) -> tuple[Any, ...]:
+    """Return a value and what is counted behind updates with some gradients, and the error."""
+    async with mirrored(2) as strategy:
+        with strategy.scope():
+            w, optimizer = ar.Variable(np.float32(start)), make()
+
+        def step(ctx: ar.MultiStepContext, x: Any) -> None:
+            optimizer.blocking.apply_gradients([(x, w)])
+
+        iterator, error = iter([(ar.PerReplica([np.float32(row)] * 2),) for row in rows]), ""
+        with mock.patch.object(Trial, "prefers_scan", return_value=scans):
+            try:
+                for count in calls or [len(rows)]:
+                    await strategy.run_steps(step, iterator, count, **options)
+            except NonFiniteError as found:
+                error = "gradient" if "The gradient of" in str(found) else "update"
+        counted = [optimizer.iterations, optimizer.skipped_steps]
+        counts = [int(each.value) for each in counted if each is not None]
+        return w.value.copy(), w.version, counts, error
+
+
+MASKED: dict[str, Callable[[], Optimizer]] = {
+    "sgd": lambda: SGD(0.1),
+    "adam": lambda: Adam(0.1),
+    "clipvalue": lambda: SGD(0.1, clipvalue=0.1),  # looks at every step
+    "skip": lambda: Adam(0.1, on_non_finite="skip"),
+    "dynamic": lambda: SGD(0.1, loss_scale=ar.optimizers.DynamicLossScale(4.0)),
+    "a rule of arrays": lambda: Whole(),
+}
+
+
+@pytest.mark.parametrize("scans", [True, False])
+@pytest.mark.parametrize("name", MASKED)
+async def test_what_was_not_finite_before_is_no_failure(name: str, scans: bool) -> None:
+    start, rows = [-np.inf, 1.0, np.nan], [[0, 1, 0]] * 5
+
+    eager = await left_of(MASKED[name], start, rows)
+    compiled = await left_of(MASKED[name], start, rows, scans=scans, compile="jax")
+    parts = await left_of(MASKED[name], start, rows, [2, 3], scans=scans, compile="jax")
+
+    assert compiled[1:] == parts[1:] == eager[1:]
+    assert compiled[-1] == ""
+    np.testing.assert_allclose(compiled[0], eager[0], rtol=1e-5)
+    np.testing.assert_array_equal(parts[0], compiled[0])
+
+
+@pytest.mark.parametrize("scans", [True, False])
+@pytest.mark.parametrize("row", [[np.nan, 1], [0, np.inf], [0, 3e38]])
+@pytest.mark.parametrize("name", ["sgd", "adam", "skip"])
+async def test_what_fails_beside_it_still_does(name: str, row: Any, scans: bool) -> None:
+    """Also where the value shows nothing, as it was not finite before."""
+    rows = [[0, 1], [0, 1], row, [0, 1]]
+
+    eager = await left_of(MASKED[name], [-np.inf, 1.0], rows)
+    compiled = await left_of(MASKED[name], [-np.inf, 1.0], rows, scans=scans, compile="jax")
+
+    assert compiled[1:] == eager[1:]
+    np.testing.assert_allclose(compiled[0], eager[0], rtol=1e-5)

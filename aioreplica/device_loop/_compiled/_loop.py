@@ -89,6 +89,7 @@ class CompiledLoop:
         self._done = 0
         self._published = 0
         self._is_due = False
+        self._looks = False
         self._records: list[tuple[int, str, float]] = []
 
     def run(self, replica: RunningReplica) -> MultiStepContext:
@@ -209,7 +210,9 @@ class CompiledLoop:
         args = (inputs, numbers, program.table(chunk.size, updates))
         carry, report, ahead = self._called(replica, program, chunk, begun, args)
         if report.in_doubt:  # be there a code, too: an update before that step may be the cause
-            _, report = self._stepped(replica, program, chunk, begun, args, looks=True)
+            looked, report = self._stepped(replica, program, chunk, begun, args, looks=True)
+            if not report.codes.any():  # it was not finite before, and the last step never tells
+                carry, self._looks = looked, True
         failed = np.flatnonzero(report.codes)
         if failed.size:
             at, code = int(failed[0]), int(report.codes[failed[0]])
@@ -234,7 +237,7 @@ class CompiledLoop:
         """Call the program in the faster way, and read ahead meanwhile."""
         trial = self._programs.trial(program, chunk.size)
         if chunk.num_steps == chunk.size and chunk.size > 1 and trial.prefers_scan():
-            scan = program.compiled("scan", chunk.size, (carry, *args))
+            scan = program.compiled("scan", chunk.size, (carry, *args), looks=self._looks)
             with only_one(replica.blocking, self._publish_due):
                 begin = perf_counter()
                 new, *reported = scan(carry, *args)
@@ -276,6 +279,7 @@ class CompiledLoop:
         carry = jax.tree.map(program.put_apart, carry)  # the program takes its memory
         args = program.placed(args)  # once for all calls
         at = np.array([0, end], np.int32)
+        looks = looks or self._looks
         step = program.compiled("step", chunk.size, (carry, *args, at), looks=looks)
         found = []
         with only_one(replica.blocking):

@@ -232,8 +232,7 @@ def apply_traced(
     of_finite = jnp.stack(finite).all() if looks else None
     after = of_finite
     if looks:
-        doubts = [jnp.isfinite(v).all() for v in changed.values() if is_floating(v.dtype)]
-        after = jnp.stack([*finite, *doubts]).all()
+        after = jnp.stack([*finite, *_stay_finite(trace, changed)]).all()
     changed[settings.iterations] = trace.read(settings.iterations) + 1
     if global_step is not None:
         changed[global_step] = trace.read(global_step) + 1
@@ -256,6 +255,15 @@ def apply_traced(
         for used in _scales(gradients):
             failed = failed & (used <= trace.read(settings.loss_scaling.variables[0]))
         _write_scale(trace, optimizer, settings.loss_scaling, made, failed)
+
+
+def _stay_finite(trace: Recording, changed: Mapping[Variable, Traced]) -> list[Traced]:
+    """Tell of each new value whether all of it is finite, but for what was not so before."""
+    return [
+        (jnp.isfinite(new) | ~jnp.isfinite(trace.read(variable))).all()
+        for variable, new in changed.items()
+        if is_floating(new.dtype)
+    ]
 
 
 def keeps_infinities(optimizer: Optimizer, variables: Sequence[Variable]) -> bool:
