@@ -422,3 +422,84 @@ async def test_numbers_of_another_structure_are_refused(kinds: Any) -> None:
 
         await strategy.run_steps(step, iter([element()] * 2), 2, compile="jax")
         assert w.version == 2  # alike until there
+
+
+class Finishing(Uneven):
+    """A rule that writes a variable behind its updates, from one of them on."""
+
+    def __init__(self, variable: ar.Variable, begin: int) -> None:
+        super().__init__(float, float)
+        self._variable, self._begin = variable, begin
+
+    def prepare(self, learning_rate: float, iteration: int) -> float:
+        return float(iteration)
+
+    def finish(self, prepared: Any) -> dict[Any, Any]:
+        return {self._variable: np.float32(prepared)} if prepared >= self._begin else {}
+
+
+@pytest.mark.parametrize("begin", [0, 2])
+async def test_variables_that_finish_writes(pair: ar.Strategy, begin: int) -> None:
+    with pair.scope():
+        w = ar.Variable(np.ones(4, np.float32))
+        last = ar.Variable(np.float32(0), trainable=False, name="last")
+        optimizer = Finishing(last, begin)
+
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        optimizer.blocking.apply_gradients([(x, w)])
+
+    iterator = iter([element()] * 4)
+    with pytest.raises(ContextError, match=r"cannot be compiled: its `finish` writes 'last'"):
+        await pair.run_steps(step, iterator, 4, compile="jax")
+
+    assert w.version == last.version == 0
+    left = await pair.run_steps(step, iterator, 4)
+    assert (left.steps_run, float(last.value)) == (4, 3.0)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "structure": ({"metrics": {}, "best": 5.0}, "Output 'metrics' begins with {}, but the step"),
+    "shape": ({"best": np.zeros(3)}, r"Output 'best' begins with array.* with shapes \[\(\)\]"),
+    "number": ({"count": 0.5}, r"Output 'count' begins with .*0\.5.* the step leaves int32"),
+    "nan": ({"count": np.nan}, r"Output 'count' begins with .*nan.* the step leaves int32"),
+    "second": ({"best": 1.0, "count": 0.5}, r"Output 'count' begins with .*0\.5"),
+    "complex": ({"best": 1j}, r"Output 'best' begins with .*1.?j.* the step leaves float32"),
+}
+
+
+def reports(ctx: ar.MultiStepContext, x: Any) -> None:
+    ctx.set_last_step_output("metrics", {"loss": jnp.sum(x)})
+    ctx.set_last_step_output("best", jnp.max(x))
+    ctx.set_last_step_output("count", jnp.int32(1))
+
+
+@pytest.mark.parametrize("kind", WRONG)
+async def test_initial_values_of_another_kind_than_the_outputs(
+    pair: ar.Strategy, kind: str
+) -> None:
+    initial, message = WRONG[kind]
+    iterator = iter([element()] * 2)
+
+    with pytest.raises(ValueError, match=message):
+        await pair.run_steps(reports, iterator, 2, initial, compile="jax")
+
+    left = await pair.run_steps(reports, iterator, 2, {"best": 7, "count": True}, compile="jax")
+    assert left.steps_run == 2
+
+
+async def test_initial_values_are_those_of_their_outputs(pair: ar.Strategy) -> None:
+    seen = {}
+
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        before = ctx.last_step_outputs
+        ctx.set_last_step_output("loss", {"a": before["loss"]["a"] + 1, "b": before["loss"]["b"]})
+        ctx.set_last_step_output("best", jnp.maximum(before["best"], jnp.max(x)))
+
+    initial = {"best": 5, "loss": {"b": np.arange(2.0), "a": 3}}
+    for options in ({}, {"compile": "jax"}):
+        result = await pair.run_steps(step, iter([element()] * 4), 4, initial, **options)
+        seen[len(options)] = {
+            name: jax.tree.map(lambda value: value.values[0], found)
+            for name, found in result.last_step_outputs.items()
+        }
+    assert jax.tree.all(jax.tree.map(np.array_equal, seen[0], seen[1]))

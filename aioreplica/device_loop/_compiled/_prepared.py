@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from operator import attrgetter
 from typing import Any, TypeAlias, final
@@ -174,7 +174,23 @@ def columns_for(
     return np.stack(narrow, axis=1) if is_one_kind else narrow  # one input costs less than many
 
 
-def finished_after(optimizer: Optimizer, iteration: int) -> Mapping[Variable, Any]:
-    """Return what `finish` gives behind the update before `iteration`; on the host."""
+def require_nothing_finished(optimizer: Optimizer, prepared: object) -> None:
+    """Check that an update writes values and slots only.
+
+    Raises:
+        ContextError: If `finish` gives values of other variables.
+    """
+    found = optimizer.finish(prepared)
+    if found:
+        names = ", ".join(repr(variable.name) for variable in found)
+        raise ContextError(
+            f"{optimizer!r} cannot be compiled: its `finish` writes {names} behind an update, "
+            "which runs Python in each step. Keep what it writes in a slot, assign it in the step, "
+            "or leave out `compile`."
+        )
+
+
+def require_nothing_finished_after(optimizer: Optimizer, iteration: int) -> None:
+    """Check the same of the update before `iteration`; on the host."""
     rate = learning_rate_at(optimizer.settings.learning_rate, iteration - 1)
-    return optimizer.finish(optimizer.prepare(rate, iteration - 1))
+    require_nothing_finished(optimizer, optimizer.prepare(rate, iteration - 1))

@@ -13,8 +13,8 @@ from ...optimizers import Optimizer
 from ...tree import Array, flatten
 from ...values import Variable
 from ._narrow import require_32_bits
-from ._prepared import finished_after
-from ._program import Report, StepProgram, of_each, of_first
+from ._prepared import require_nothing_finished_after
+from ._program import Outputs, Report, StepProgram, of_each, of_first
 from ._programs import CompiledSteps
 
 
@@ -83,7 +83,8 @@ class State:
         """Publish the values behind the last step, as one write that counts as so many.
 
         Raises:
-            ContextError: If somebody else has written a variable meanwhile, be it only read here.
+            ContextError: If somebody else has written a variable meanwhile, be it only read here;
+                or if `finish` of an optimizer gives something.
         """
         program = self._program
         changes: dict[Variable, tuple[Array, ...]] = {}
@@ -100,10 +101,7 @@ class State:
         for optimizer, count in self._counts.items():
             if count:
                 iteration = int(optimizer.iterations.components[0]) + count
-                for variable, value in finished_after(optimizer, iteration).items():
-                    new = _published(np.asarray(value), variable)
-                    changes[variable] = (new,) * len(variable.components)
-                    self._bases.setdefault(variable, variable.components)
+                require_nothing_finished_after(optimizer, iteration)
         is_done = all(variable.components is base for variable, base in self._bases.items())
         for store in dict.fromkeys(variable.store for variable in changes):
             own = {v: parts for v, parts in changes.items() if v.store is store}
@@ -161,10 +159,14 @@ def _first_outputs(
     """Put the outputs to begin with on the devices; zeros where there is none.
 
     Raises:
+        ValueError: If one has another structure or shape than what a step leaves in its place, or a
+            dtype whose numbers that cannot hold.
         OverflowError: If an integer does not fit 32 bits, and jax may not use 64.
     """
     if program.zeros is not None and not any(initial):
         return program.zeros
+    for own in initial:
+        _require_alike(program.outputs, own)
     flat = [
         [np.asarray(leaf) for value in own.values() for leaf in flatten(value)[0]]
         for own in initial
@@ -175,11 +177,41 @@ def _first_outputs(
         if i < len(flat[0]):
             if shape.dtype.kind in "iu":
                 require_32_bits((own[i] for own in flat), "An output to begin with")
-            each = [own[i].astype(shape.dtype) for own in flat]
+            each = [_cast(program.outputs, i, own[i]) for own in flat]
         outputs.append(program.put_each(each))
     if not any(initial):
         program.zeros = outputs
     return outputs
+
+
+def _require_alike(outputs: Outputs, initial: Mapping[str, object]) -> None:
+    """Check that outputs to begin with have the structures and shapes that they keep."""
+    for name, value in initial.items():
+        leaves, spec = flatten(value)
+        start, kept = outputs.starts[name], outputs.specs[name]
+        shapes = [shape.shape for shape in outputs.shapes[start : start + kept.num_leaves]]
+        if spec != kept or [np.shape(leaf) for leaf in leaves] != shapes:
+            raise ValueError(
+                f"Output {name!r} begins with {value!r}, but the step leaves {kept} with shapes "
+                f"{shapes} in its place. A compiled loop has static structures and shapes: give "
+                "initial_loop_values of these, or leave this one out."
+            )
+
+
+def _cast(outputs: Outputs, index: int, given: Array) -> Array:
+    """Return a part of an output to begin with in the dtype that it keeps; floats are rounded."""
+    dtype = outputs.shapes[index].dtype
+    loses = given.dtype.kind == "c" and dtype.kind != "c"
+    if not loses:
+        with np.errstate(invalid="ignore"):  # of NaN, which no integer is
+            cast = given.astype(dtype)
+        if dtype.kind not in "iub" or np.array_equal(cast, given):
+            return cast
+    name = next(n for n, start in reversed(outputs.starts.items()) if start <= index)
+    raise ValueError(
+        f"Output {name!r} begins with {given!r}, but the step leaves {dtype} in its place, which "
+        "cannot hold that. A compiled loop has static dtypes: give initial_loop_values of this one."
+    )
 
 
 def _published(array: Array, variable: Variable) -> Array:

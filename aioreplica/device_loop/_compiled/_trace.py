@@ -32,7 +32,13 @@ from ...typing import VariableAggregation
 from ...values import IndexedSlices, Variable, fitting
 from ._contexts import Across, TracedLoop, TracedReplica
 from ._narrow import Traced, as_traced, halves_of, is_beyond, may_wrap, require_own_dtype
-from ._prepared import Prepared, Which, multipliers_of, prepared_for
+from ._prepared import (
+    Prepared,
+    Which,
+    multipliers_of,
+    prepared_for,
+    require_nothing_finished,
+)
 from ._untraceable import line_here, only_recorded, recording, refusal, require_recorded_in
 from ._update import MAX_VARIABLES, WRAPPED, apply_traced, traced_scale
 
@@ -276,6 +282,7 @@ class StepTrace:
             multipliers, which = multipliers_of(optimizer, variables)
             self.read(optimizer.iterations)
             prepared = prepared_for(optimizer, multipliers, 0)
+            require_nothing_finished(optimizer, prepared[0].restore(prepared[0].numbers))
             first = [each.restore([jnp.float32(n) for n in each.numbers]) for each in prepared]
             return [first[i] for i in which]
         base, shapes, columns, which = self._table[optimizer]
