@@ -1,6 +1,7 @@
 """Compiled calls that end early, or meet others: queues, records, restores, stalls, first calls."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -93,3 +94,23 @@ async def test_elements_of_steps_that_are_written_do_not_go_back(pair: ar.Strate
     assert w.version == 2
     left = await pair.run_steps(step, iterator, 5, compile="jax")
     assert (left.steps_run, w.version) == (3, 5)
+
+
+async def test_slots_that_a_restore_lets_go_are_made_anew(
+    pair: ar.Strategy, tmp_path: Path
+) -> None:
+    w, optimizer, step = model(pair, adam)
+    state, batches, values, slots = {"w": w, "optimizer": optimizer}, elements(pair, 6), [], []
+    async with ar.CheckpointManager(tmp_path) as manager:
+        await manager.save(0, state)  # before the first update: without slots
+        for _ in range(2):
+            await pair.run_steps(step, iter(batches), 6, compile="jax")
+            values.append(w.value.copy())
+            slots.append(optimizer.get_slot(w, "m"))
+            await manager.restore(state, 0)
+            assert optimizer.get_slot(w, "m") is None
+
+    np.testing.assert_array_equal(*values)
+    first, second = slots
+    assert (first.version, second.version) == (6, 6)
+    assert first is not second

@@ -2,6 +2,9 @@
 
 import gc
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -13,7 +16,7 @@ import aioreplica as ar
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402 - jax may be missing
 
-from aioreplica.device_loop._compiled import _loop, _program  # noqa: E402
+from aioreplica.device_loop._compiled import _loop, _program, _programs  # noqa: E402
 from aioreplica.device_loop._compiled._program import StepProgram, Trial  # noqa: E402
 from tests.device_loop.compiled_steps import adam, elements, model, vectors  # noqa: E402
 
@@ -240,3 +243,107 @@ async def test_a_weight_that_is_a_number_is_summed_when_the_step_is_compiled(
 
     assert [text.count(" all-reduce(") for text in texts[:1]] == [1]  # that of the gradient
     np.testing.assert_allclose(values[0], values[1], rtol=1e-6)
+
+
+# --- step functions that are not plain functions --------------------------------------------------
+
+
+@dataclass
+class Training:
+    """A step that compares by its value, and so has no hash."""
+
+    w: ar.Variable
+    optimizer: ar.optimizers.Optimizer
+    factor: float = 1.0
+
+    def __call__(self, ctx: ar.MultiStepContext, x: Any) -> None:
+        self.optimizer.blocking.apply_gradients([(x * self.factor, self.w)])
+
+    def method(self, ctx: ar.MultiStepContext, x: Any) -> None:
+        self(ctx, x)
+
+
+def applied(training: Training, ctx: ar.MultiStepContext, x: Any) -> None:
+    training(ctx, x)
+
+
+STEPS: dict[str, Callable[[Training], Any]] = {
+    "object": lambda training: training,
+    "partial": lambda training: partial(applied, training),
+    "method": lambda training: training.method,
+}
+
+
+def training_of(strategy: ar.Strategy, factor: float = 1.0) -> Training:
+    with strategy.scope():
+        return Training(ar.Variable(np.ones(4, np.float32)), ar.optimizers.SGD(0.1), factor)
+
+
+@pytest.mark.parametrize("kind", STEPS)
+async def test_steps_that_are_objects(pair: ar.Strategy, kind: str) -> None:
+    found = []
+    for options in ({}, {"compile": "jax"}):
+        for factor in (1.0, 2.0):  # two objects, two programs
+            training = training_of(pair, factor)
+            step = STEPS[kind](training)
+            for _ in range(2):
+                await pair.run_steps(step, iter(vectors(pair, 2)), 2, **options)
+            found.append(training.w.value.copy())
+
+    np.testing.assert_allclose(found[2:], found[:2], rtol=1e-6)
+    assert not np.array_equal(found[2], found[3])
+
+
+@pytest.mark.parametrize("kind", ["object", "partial"])
+async def test_programs_go_with_steps_that_are_objects(pair: ar.Strategy, kind: str) -> None:
+    training = training_of(pair)
+    await pair.run_steps(STEPS[kind](training), iter(vectors(pair, 2)), 2, compile="jax")
+    num_compiled = pair.statistics().num_compiled
+    gone = weakref.ref(training.w)
+    del training
+    gc.collect()
+
+    assert gone() is None
+    assert pair.statistics().num_compiled == num_compiled
+
+
+@pytest.mark.parametrize(("kind", "name"), [
+    ("object", "Training.__call__"), ("partial", "applied"), ("method", "Training.method"),
+])  # fmt: skip
+async def test_many_steps_that_are_objects_are_warned_of(
+    pair: ar.Strategy, kind: str, name: str
+) -> None:
+    async def run() -> None:
+        step = STEPS[kind](training_of(pair))
+        await pair.run_steps(step, iter(vectors(pair, 1)), 1, compile="jax")
+
+    for _ in range(5):
+        await run()
+    with pytest.warns(RuntimeWarning, match=f"{name} was compiled 6 times: for a new function"):
+        await run()
+
+
+# --- sizes of chunks ------------------------------------------------------------------------------
+
+
+async def test_many_sizes_of_chunks_are_warned_of_and_go_in_the_end(pair: ar.Strategy) -> None:
+    w, _, step = model(pair, adam)
+    counts = []
+
+    async def run(size: int) -> None:
+        await pair.run_steps(step, iter(elements(pair, size)), size, compile="jax")
+        counts.append(pair.statistics().num_compiled)
+
+    with (
+        mock.patch.object(_programs, "MAX_SIZES", 6),
+        mock.patch.object(Trial, "prefers_scan", return_value=True),
+    ):
+        for size in (2, 3, 4, 5, 6, 2):
+            await run(size)
+        with pytest.warns(RuntimeWarning, match="step was compiled for chunks of 6 sizes, which"):
+            await run(7)
+        for size in (8, 2, 3):
+            await run(size)
+
+    assert counts == [1, 2, 3, 4, 5, 5, 6, 7, 7, 8]  # that for 3 was not used for longest
+    assert w.version == sum((2, 3, 4, 5, 6, 2, 7, 8, 2, 3))

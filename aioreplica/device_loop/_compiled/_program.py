@@ -21,10 +21,9 @@ Scan and single calls run the same recorded step, and give the same bits.
 
 from __future__ import annotations
 
-import weakref
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any, Literal, TypeAlias, final
 
 import jax
@@ -155,7 +154,7 @@ class StepProgram:
     """The programs of one step function for elements of one look.
 
     Args:
-        fn: The step function.
+        fn: Gives the step function, as long as it lives.
         strategy: Whose step it is.
         devices: One of jax for each replica.
         element: The arrays of one element, of replica 0.
@@ -163,6 +162,7 @@ class StepProgram:
         initial: `last_step_outputs` of replica 0 to begin with.
 
     Attributes:
+        fn: As given.
         state: The variables, in the order in which the step asked for them.
         is_mirrored: Whether each of them is one array for all replicas.
         written: What writes each variable, for each write of a step.
@@ -182,14 +182,14 @@ class StepProgram:
 
     def __init__(
         self,
-        fn: Callable[..., object],
+        fn: Callable[[], Callable[..., object] | None],
         strategy: CurrentStrategy,
         devices: Sequence[Any],
         element: Sequence[Array],
         spec: TreeSpec,
         initial: Mapping[str, object],
     ) -> None:
-        self._fn = reference_to(fn)
+        self.fn = fn
         self._strategy = strategy
         self._mesh = Mesh(np.array(devices), (AXIS,))
         self.num_replicas = len(devices)
@@ -233,6 +233,7 @@ class StepProgram:
         self.is_mirrored = [v.is_mirrored or self.num_replicas == 1 for v in self.state]
         self.written = trace.written
         self.applied = trace.applied
+        self._slots = _slots_of(self.applied)
         self._within = list(trace.within.values())
         self.counted = list(trace.counts)
         self._looks = any(_is_bounded(v, sources) for v, sources in self.written.items())
@@ -257,7 +258,7 @@ class StepProgram:
         )  # fmt: skip
 
     def _run(self, trace: StepTrace, loop: TracedLoop, inputs: Sequence[Traced]) -> None:
-        fn = self._fn()
+        fn = self.fn()
         assert fn is not None  # its caller holds it
         try:
             trace.run(fn, loop, unflatten(self._spec, list(inputs)))
@@ -391,10 +392,22 @@ class StepProgram:
             donated = (0,) if how == "step" else ()
             lowered = jax.jit(self._lowered(how, size, looks), donate_argnums=donated)
             traced = lowered.trace(*args)
-            require_own_values(len(traced.jaxpr.in_avals), args, self._fn(), self._within)
+            require_own_values(len(traced.jaxpr.in_avals), args, self.fn(), self._within)
             found = own[key] = traced.lower().compile()
             self.num_compiled += 1
         return found
+
+    def forget_size(self, size: int) -> None:
+        """Let go of what is compiled for chunks of a size."""
+        del self.trials[size]
+        for own in self._compiled.values():
+            for key in [key for key in own if key[1] == size]:
+                del own[key]
+
+    @property
+    def is_current(self) -> bool:
+        """True unless slots are others by now: a restore may have let them go."""
+        return all(map(operator.is_, self._slots, _slots_of(self.applied)))
 
     # ---- arrays in and out ---------------------------------------------------------------
 
@@ -493,9 +506,13 @@ def _is_bounded(variable: Variable, sources: Sequence[Optimizer | None]) -> bool
     return is_floating(variable.dtype) and len(set(sources)) > 1
 
 
-def reference_to(fn: Callable[..., object]) -> Callable[[], Callable[..., object] | None]:
-    """Return what gives a step function as long as the program has it; others are kept."""
-    return weakref.ref(fn) if type(fn) is FunctionType else lambda: fn
+def _slots_of(optimizers: Mapping[Optimizer, Any]) -> list[tuple[Variable, ...] | None]:
+    """Return the slots that optimizers have by now for the variables that a step moves."""
+    return [
+        optimizer.settings.slots.made.get(variable)
+        for optimizer, (variables, _) in optimizers.items()
+        for variable in variables
+    ]
 
 
 def _table_key(num_steps: int, bases: Mapping[Optimizer, int]) -> tuple[object, ...] | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType
+from contextlib import suppress
+from functools import partial
+from types import MethodType
 from typing import Any, final
 
 import jax
@@ -23,7 +25,10 @@ MAX_PROGRAMS = 32
 """How many programs a strategy keeps; the one that was not used for longest goes first."""
 
 MANY = 5
-"""From how many programs of one step function on that is warned of."""
+"""From how many programs of one step function on, or sizes of chunks, that is warned of."""
+
+MAX_SIZES = 16
+"""For how many sizes of chunks a program is kept; that of the one not used for longest goes."""
 
 
 @final
@@ -94,14 +99,18 @@ class CompiledSteps:
                     "that the number of replicas divides)."
                 )
         begun = [(name, *_look_of(value)) for name, value in initial.items()]
-        is_function = type(fn) is FunctionType
-        own = weakref.ref(fn, self._forget) if is_function else fn  # with it go its variables
+        own: object = fn if type(fn) is MethodType else id(fn)  # methods are made anew, and equal
         is_wide = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
         key = (own, spec, tuple(looks[0]), tuple(begun), is_wide)
         found = self._found.pop(key, None)
         if found is None:
             self._count(fn)
-            found = StepProgram(fn, self._strategy, self._devices, element[0], spec, initial)
+        elif not found.is_current:
+            self._num_gone += found.num_compiled
+            found = None
+        if found is None:
+            reference = _reference_to(fn, lambda _: self._forget(own))
+            found = StepProgram(reference, self._strategy, self._devices, element[0], spec, initial)
             if len(self._found) == MAX_PROGRAMS:
                 old = self._found.pop(next(iter(self._found)))
                 self._num_gone += old.num_compiled
@@ -115,13 +124,27 @@ class CompiledSteps:
         self._kept = WeakVariableDict()
 
     def _forget(self, own: object) -> None:
-        """Let go of the programs of a step function that is gone."""
-        for key in [key for key in tuple(self._found) if key[0] is own]:
+        """Let go of the programs of a step function that is gone, and with it its variables."""
+        for key in [key for key in tuple(self._found) if key[0] == own]:
             self._num_gone += self._found.pop(key).num_compiled
 
     def trial(self, program: StepProgram, size: int) -> Trial:
         """Return what knows how chunks of a size run faster."""
-        return program.trials.setdefault(size, Trial())
+        found = program.trials.pop(size, None)
+        if found is None:
+            found = Trial()
+            if len(program.trials) == MANY:
+                warnings.warn(
+                    f"{_name_of(program.fn())} was compiled for chunks of {MANY + 1} sizes, which "
+                    "follow from `iterations` and `every` below 64. Take few different ones, or "
+                    "64 and more.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            if len(program.trials) == MAX_SIZES:
+                program.forget_size(next(iter(program.trials)))
+        program.trials[size] = found  # behind the others: used last
+        return found
 
     def load(
         self, program: StepProgram, components: Mapping[Variable, tuple[Array, ...]]
@@ -161,19 +184,46 @@ class CompiledSteps:
             self._kept[variable] = components[variable], array
 
     def _count(self, fn: Callable[..., object]) -> None:
-        code = getattr(fn, "__code__", fn)
+        code = getattr(_plain(fn), "__code__", type(fn))
         count = self._counts[code] = self._counts.get(code, 0) + 1
         if count == MANY + 1:
             warnings.warn(
-                f"{getattr(fn, '__qualname__', fn)} was compiled {count} times: for a new function "
-                "object, or for elements of another shape or dtype, each time. Define the step "
-                "once, outside the loop, and bring elements of few shapes.",
+                f"{_name_of(fn)} was compiled {count} times: for a new function object, or for "
+                "elements of another shape or dtype, each time. Define the step once, outside the "
+                "loop, and bring elements of few shapes.",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
     def __repr__(self) -> str:
         return f"<CompiledSteps | {len(self._found)} step functions, {self.num_compiled} compiled>"
+
+
+def _reference_to(
+    fn: Callable[..., object], gone: Callable[[object], None]
+) -> Callable[[], Callable[..., object] | None]:
+    """Return what gives a step function as long as it lives; methods and the like are kept.
+
+    Args:
+        fn: The step function.
+        gone: Called when it is not there any more.
+    """
+    if type(fn) is not MethodType:
+        with suppress(TypeError):
+            return weakref.ref(fn, gone)
+    return lambda: fn
+
+
+def _plain(fn: Any) -> Any:  # Any: whatever can be called
+    """Return the function that is called in the end, as far as that can be told."""
+    while isinstance(fn, partial):
+        fn = fn.func
+    return type(fn).__call__ if getattr(fn, "__code__", None) is None else fn
+
+
+def _name_of(fn: Any) -> str:
+    name: str | None = getattr(fn, "__qualname__", None)
+    return name or str(getattr(_plain(fn), "__qualname__", fn))
 
 
 def _look_of(value: object) -> tuple[object, ...]:
