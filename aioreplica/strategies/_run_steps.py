@@ -141,7 +141,9 @@ async def run_steps(runtime: Runtime, plan: LoopPlan) -> MultiStepContext:
     if plan.compile is not None:
         _require_compilable(runtime)
         if runtime.compiled is None:
-            runtime.compiled = await run_on_host(_load_compiler, runtime)
+            loaded = await run_on_host(_load_compiler, runtime)
+            if runtime.compiled is None:  # else another call was faster
+                runtime.compiled = loaded
     workers = runtime.workers
     if workers is None or not workers.has_others:
         return await _run_loop(runtime, plan, None)

@@ -15,6 +15,8 @@ from tests.replica.gated import GatedOp, me, spawn
 
 jax = pytest.importorskip("jax")
 
+from aioreplica.device_loop._compiled._program import Trial  # noqa: E402
+from aioreplica.strategies import _run_steps  # noqa: E402
 from tests.device_loop.compiled_steps import adam, elements, model  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio, pytest.mark.slow]
@@ -114,3 +116,26 @@ async def test_slots_that_a_restore_lets_go_are_made_anew(
     first, second = slots
     assert (first.version, second.version) == (6, 6)
     assert first is not second
+
+
+async def test_first_calls_at_the_same_time_share_what_is_compiled(pair: ar.Strategy) -> None:
+    recorded, loaded, load = [], [], _run_steps._load_compiler
+
+    def step(ctx: ar.MultiStepContext, x: Any, y: Any) -> None:
+        recorded.append(x.shape)
+
+    def loads(*args: Any) -> Any:
+        loaded.append(args)
+        return load(*args)
+
+    async def run() -> None:
+        await pair.run_steps(step, iter(elements(pair, 2)), 2, compile="jax")
+
+    with (
+        mock.patch.object(_run_steps, "_load_compiler", loads),
+        mock.patch.object(Trial, "prefers_scan", return_value=True),
+    ):
+        await asyncio.gather(run(), run())
+
+    assert len(loaded) == 2
+    assert len(recorded) == 2  # shapes, and the scan
