@@ -1,11 +1,16 @@
-"""Devices of compiled steps, in processes of their own: jax fixes them at its first operation."""
+"""Devices of compiled steps; most in processes of their own, as jax fixes them at its start."""
 
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
-pytest.importorskip("jax")
+from aioreplica.errors import DeviceError
+
+jax = pytest.importorskip("jax")
+from aioreplica.device_loop._compiled._devices import jax_devices  # noqa: E402 - it needs jax
+
 pytestmark = pytest.mark.slow
 
 PREAMBLE = """
@@ -139,3 +144,24 @@ async def main():
 asyncio.run(main())
 """
     assert run(program) == "['compiled', 'eager', 'eager']"
+
+
+def test_a_kind_of_device_that_jax_does_not_have() -> None:
+    missing = RuntimeError("Unknown backend cuda")
+    with (
+        mock.patch.object(jax, "devices", side_effect=missing),
+        pytest.raises(DeviceError, match="jax has no cuda devices, but the strategy") as caught,
+    ):
+        jax_devices(["cuda:0"])
+
+    assert caught.value.__cause__ is missing
+    assert "install a jax that finds them, or leave out `compile`" in str(caught.value)
+    assert "set_logical_devices" not in str(caught.value)
+
+
+def test_more_devices_of_a_kind_than_jax_has() -> None:
+    with (
+        mock.patch.object(jax, "devices", return_value=["the first"]),
+        pytest.raises(DeviceError, match="jax has 1 cuda devices, but the strategy uses cuda:1"),
+    ):
+        jax_devices(["cuda:0", "cuda:1"])

@@ -19,12 +19,18 @@ from ...replica import BlockingContext
 LOOK_S = 0.25
 """How often a thread that waits for another program looks whether its run has ended."""
 
+CURE_OF_CPUS = (
+    "Their number is fixed at jax's first operation: call ar.set_logical_devices('cpu', {0}) "
+    "before it (or set JAX_NUM_CPU_DEVICES={0} in the environment)."
+)
+CURE = "Use devices of jax.devices('{0}'), install a jax that finds them, or leave out `compile`."
+
 
 def jax_devices(names: Sequence[str]) -> list[Any]:
     """Return jax's device for each of some devices; "-" is its first CPU.
 
     Raises:
-        DeviceError: If jax has fewer, or two replicas are on one.
+        DeviceError: If jax has fewer, or none of a kind, or two replicas are on one.
     """
     wanted = ["cpu:0" if name == "-" else name for name in names]
     indices = [int(name.partition(":")[2]) for name in wanted if name.startswith("cpu:")]
@@ -33,15 +39,15 @@ def jax_devices(names: Sequence[str]) -> list[Any]:
     found = []
     for name in wanted:
         kind, _, index = name.partition(":")
-        available = jax.devices(kind)
+        available, cause = _available(kind)
         if int(index) >= len(available):
-            need = 1 + max(indices)
+            is_cpu = kind == "cpu"
+            cure = CURE_OF_CPUS.format(1 + max(indices)) if is_cpu else CURE.format(kind)
+            count = len(available) or "no"
             raise DeviceError(
-                f"jax has {len(available)} {kind} devices, but the strategy uses {name}. Their "
-                "number is fixed at jax's first operation: call ar.set_logical_devices('cpu', "
-                f"{need}) before it (or set JAX_NUM_CPU_DEVICES={need} in the environment).",
+                f"jax has {count} {kind} devices, but the strategy uses {name}. {cure}",
                 device=name,
-            )
+            ) from cause
         found.append(available[int(index)])
     if len(set(wanted)) < len(wanted):
         raise DeviceError(
@@ -49,6 +55,14 @@ def jax_devices(names: Sequence[str]) -> list[Any]:
             f"on {', '.join(wanted)}. Give each replica a device of its own."
         )
     return found
+
+
+def _available(kind: str) -> tuple[Sequence[Any], RuntimeError | None]:
+    """Return jax's devices of a kind, and why it has none if it says so."""
+    try:
+        return jax.devices(kind), None
+    except RuntimeError as error:
+        return (), error
 
 
 @final
