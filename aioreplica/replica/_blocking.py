@@ -236,6 +236,16 @@ class BlockingContext(BlockingCollectives):
             point.observers.ended_to_wait(wait)
 
     @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Be no stall, inside a `with` block: a program runs there that ends in any case."""
+        point = self._group.point
+        point.is_busy = True
+        try:
+            yield
+        finally:
+            point.is_busy = False
+
+    @contextmanager
     def _shown(self, what: str) -> Iterator[None]:
         """Show the replica as waiting for `what` in stall reports."""
         self._replica.activity = what

@@ -392,12 +392,12 @@ class ReplicaGroup:
         await self._drain()
         self.point.restart()
 
-    def progress(self) -> tuple[int, int, int]:
-        """Return counts that change whenever something happens."""
+    def progress(self) -> tuple[int, int, int, object]:
+        """Return what changes whenever something happens, and while that cannot be seen."""
         done = self.ops.num_done + sum(r.sequence + r.steps_done for r in self.replicas)
         if (messages := self.point.rendezvous.messages) is not None:
             done += messages.num_moved
-        return self.point.num_merges, self._num_left, done
+        return self.point.num_merges, self._num_left, done, self.point.is_busy and object()
 
 
 def running_ops(group: ReplicaGroup) -> list[tuple[str, str]]:

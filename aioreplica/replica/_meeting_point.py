@@ -76,9 +76,10 @@ class MeetingPoint:
         on_abort: What else is called when the run is aborted: on any thread, perhaps repeatedly.
         host_calls: Cancel what the event loop does for device threads, on the loop.
         has_streams: Whether threads meet whose functions return before their work is done.
+        is_busy: Whether a program runs, or is compiled, whose progress cannot be seen.
     """
 
-    has_streams = False
+    has_streams = is_busy = False
 
     def __init__(
         self,

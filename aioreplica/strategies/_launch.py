@@ -28,7 +28,8 @@ class RunOptions:
 
     Attributes:
         stall_timeout: Seconds without progress (a collective called or merged, a device op ended,
-            a replica returned) after which the run ends with a StallError; None never.
+            a replica returned, a compiled program at work) after which the run ends with a
+            StallError; None never.
         seed: Seed of `ctx.rng` and `ctx.shared_rng`; None means 0.
         send_bound: How many values that were not received are kept, for each tag between two
             replicas, before `ctx.send` waits.

@@ -1,6 +1,7 @@
 """Compiled calls that end early, or meet others: queues, records, restores, stalls, first calls."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ from tests.replica.gated import GatedOp, me, spawn
 
 jax = pytest.importorskip("jax")
 
-from aioreplica.device_loop._compiled._program import Trial  # noqa: E402
+from aioreplica.device_loop._compiled._program import StepProgram, Trial  # noqa: E402
 from aioreplica.strategies import _run_steps  # noqa: E402
 from tests.device_loop.compiled_steps import adam, elements, model  # noqa: E402
 
@@ -116,6 +117,51 @@ async def test_slots_that_a_restore_lets_go_are_made_anew(
     first, second = slots
     assert (first.version, second.version) == (6, 6)
     assert first is not second
+
+
+@pytest.mark.parametrize("scans", [True, False])
+async def test_a_program_that_runs_is_no_stall(pair: ar.Strategy, scans: bool) -> None:
+    _, _, step = model(pair, adam)
+    wait, compiled, loop = jax.block_until_ready, StepProgram.compiled, asyncio.get_running_loop()
+    moves: dict[str, list[bool]] = {"runs": [], "compiles": [], "waits": []}
+    is_idle = asyncio.Event()
+
+    def look(what: str) -> None:
+        [group] = pair._runtime.lifecycle.active_groups()
+        moves[what].append(group.progress() != group.progress())
+
+    def waited(arrays: Any) -> Any:
+        look("runs")
+        return wait(arrays)
+
+    def compiles(*args: Any, **options: Any) -> Any:
+        look("compiles")
+        return compiled(*args, **options)
+
+    def waits(wait: Any) -> None:
+        if wait.describe() == "the infeed for step 3":
+            loop.call_soon_threadsafe(is_idle.set)
+
+    async def stream() -> AsyncIterator[Any]:
+        *others, last = elements(pair, 4)
+        for element in others:
+            yield element
+        await is_idle.wait()
+        look("waits")
+        yield last
+
+    remove = pair.observers.add(ar.telemetry.Observer(wait_began=waits))
+    with (
+        mock.patch.object(Trial, "prefers_scan", return_value=scans),
+        mock.patch.object(jax, "block_until_ready", waited),
+        mock.patch.object(StepProgram, "compiled", compiles),
+    ):
+        await pair.run_steps(step, stream(), 4, compile="jax", every=3)
+    remove()
+
+    assert {what: set(found) for what, found in moves.items()} == {
+        "runs": {True}, "compiles": {True}, "waits": {False},
+    }  # fmt: skip
 
 
 async def test_first_calls_at_the_same_time_share_what_is_compiled(pair: ar.Strategy) -> None:

@@ -237,8 +237,9 @@ class CompiledLoop:
         """Call the program in the faster way, and read ahead meanwhile."""
         trial = self._programs.trial(program, chunk.size)
         if chunk.num_steps == chunk.size and chunk.size > 1 and trial.prefers_scan():
-            scan = program.compiled("scan", chunk.size, (carry, *args), looks=self._looks)
-            with only_one(replica.blocking, self._publish_due):
+            with replica.blocking.computing():
+                scan = program.compiled("scan", chunk.size, (carry, *args), looks=self._looks)
+            with only_one(replica.blocking, self._publish_due), replica.blocking.computing():
                 begin = perf_counter()
                 new, *reported = scan(carry, *args)
                 try:
@@ -280,9 +281,10 @@ class CompiledLoop:
         args = program.placed(args)  # once for all calls
         at = np.array([0, end], np.int32)
         looks = looks or self._looks
-        step = program.compiled("step", chunk.size, (carry, *args, at), looks=looks)
+        with replica.blocking.computing():
+            step = program.compiled("step", chunk.size, (carry, *args, at), looks=looks)
         found = []
-        with only_one(replica.blocking):
+        with only_one(replica.blocking), replica.blocking.computing():
             for number in range(end):
                 carry, *reported = step(carry, *args, np.array([number, end], np.int32))
                 jax.block_until_ready(carry)
