@@ -119,8 +119,16 @@ class Predicting:
             self._work = OwnedTask(self._answer_all(), "predictions of a service")
         return await asked.answer
 
+    def cancel(self) -> None:
+        """Ask the call under way to end, and begin no other."""
+        if self._work is not None:
+            self._work.cancel()
+
     async def aclose(self) -> None:
-        """End the call under way; who waits gets a ContextError. Idempotent."""
+        """End the call under way; who waits gets a ContextError. Idempotent.
+
+        Waits for one that runs on a thread: it cannot be interrupted.
+        """
         work = self._work
         if work is not None:
             work.cancel()

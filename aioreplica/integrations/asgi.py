@@ -244,11 +244,12 @@ class OnlineService:
         """Run the learner while a block runs: the `lifespan` of an application."""
         async with AsyncExitStack() as stack:
             self._closing = asyncio.Event()  # it may have run before, on another loop
+            stack.push_async_callback(self._predicting.aclose)  # last: the learner is saved
             if isinstance(self._learner, OnlineLearner):
                 await stack.enter_async_context(self._learner)
             else:
                 stack.enter_context(self._learner)
-            stack.push_async_callback(self._predicting.aclose)
+            stack.callback(self._predicting.cancel)
             stack.callback(self.close)
             yield
 

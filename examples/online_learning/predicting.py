@@ -1,7 +1,8 @@
 """Processes that only predict, from what the learner's process publishes.
 
     ONLINE_LEARNING_MODEL=online_data/model \\
-        uvicorn --factory examples.online_learning.predicting:make_app --workers 4 --port 8001
+        uvicorn --factory examples.online_learning.predicting:make_app --workers 4 --port 8001 \\
+        --timeout-graceful-shutdown 5
 
 Each worker maps the newest version read-only; nothing is sent between them and the learner.
 ONLINE_LEARNING_HOSTS has the names under which clients may ask, with commas between them, such as

@@ -8,6 +8,7 @@ the next one on the same folder goes on with every job from where it was saved.
 
 import argparse
 import asyncio
+import math
 import signal
 import socket
 import sys
@@ -21,7 +22,7 @@ from aioreplica.checkpoint import EXIT_CODE
 try:
     import uvicorn
 
-    from .jobs import Jobs
+    from .jobs import UNWIND_S, Jobs
     from .programs import MEMORY_MIB
     from .store import Store
     from .web import make_app
@@ -32,6 +33,7 @@ except ModuleNotFoundError as missing:
         f"The training service needs {missing.name}. Install it with: pip install -e '.[examples]'"
     ) from missing
 
+ANSWER_S = 2.0
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: EXIT_CODE}
 
 
@@ -57,11 +59,13 @@ async def serve(options: argparse.Namespace, listening: socket.socket) -> int:
             job_memory_mib=options.job_memory,
         )
         app = make_app(jobs, hosts=["127.0.0.1", "localhost", options.host, *options.name])
+        longest_s = options.grace + UNWIND_S + ANSWER_S  # of an answer that waits for a job's end
         server = Server(
             uvicorn.Config(
-                app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=5
+                app, log_level="warning", lifespan="off", ws="none",
+                timeout_graceful_shutdown=math.ceil(longest_s),
             )
-        )
+        )  # fmt: skip
 
         def leave(number: signal.Signals) -> None:
             ended_by.append(number)

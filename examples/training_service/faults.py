@@ -1,7 +1,9 @@
 """What goes wrong with a job: whether it may go away by itself, and how it is told."""
 
 import errno
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 PASSING = NO_ROOM | {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN}
@@ -38,11 +40,27 @@ def describe(error: BaseException) -> str:
     return "; ".join(dict.fromkeys(texts))
 
 
+def say(text: str) -> None:
+    """Print to stderr, which may be a file on a full disk, or closed."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
 def _all_have(error: BaseException, numbers: frozenset[int]) -> bool:
     return all(
-        any(isinstance(each, OSError) and each.errno in numbers for each in _causes(leaf))
-        for leaf in _leaves(error)
+        any(_number_of(each) in numbers for each in _causes(leaf)) for leaf in _leaves(error)
     )
+
+
+def _number_of(error: BaseException) -> int | None:
+    """Return the number that the system has for an error, also where Python keeps it back."""
+    if isinstance(error, OSError):
+        return error.errno
+    if isinstance(error, MemoryError):
+        return errno.ENOMEM
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return errno.EAGAIN
+    return None
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

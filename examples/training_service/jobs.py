@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -15,7 +14,7 @@ import numpy as np
 import aioreplica as ar
 from aioreplica.checkpoint import LocalStorage, Storage
 
-from .faults import RefusedError, describe, is_no_room, is_passing
+from .faults import RefusedError, describe, is_no_room, is_passing, say
 from .programs import MEMORY_MIB, MIB, PROGRAMS, read_submission, stride_of
 from .sharing import DeviceSharing, Share
 from .store import Store
@@ -28,6 +27,8 @@ MAX_STARTS = 2
 """So often a job is begun that ends the process before it has saved a checkpoint."""
 UNWIND_S = 3.0
 """So long a job may take beyond its grace, until the service waits for it no more."""
+MAX_LATE_S = 5.0
+"""A timer that is later than this tells that the process was frozen, not that a step hangs."""
 
 
 @dataclass(eq=False)
@@ -123,6 +124,7 @@ class Jobs:
         self._storage = storage
         self._sharing = DeviceSharing([str(device) for device in ar.list_devices("cpu")])
         self._jobs: dict[int, Job] = {}
+        self._num_submitting = 0  # that the table is being told of
         self._unwritten: dict[int, dict[str, Any]] = {}  # columns that the disk did not take
         self._why_unwritten = ""
         self._writing = asyncio.Lock()
@@ -167,11 +169,14 @@ class Jobs:
         )
         if refusal := self.refusal():
             raise refusal
+        self._num_submitting += 1
         try:
             row = await self._store.add(name, settings)
         except OSError as error:
             status = 507 if is_no_room(error) else 503
             raise RefusedError(status, f"The table cannot be written: {error}", 30) from error
+        finally:
+            self._num_submitting -= 1
         job = Job(row["id"], name, settings, row["status"], row["submitted"])
         self._jobs[job.id] = job
         self._start(job)
@@ -181,13 +186,14 @@ class Jobs:
         """Return why no job is taken now; None if one is."""
         if self.closing.is_set():
             return RefusedError(503, "The service ends.", 5)
-        if sum(not job.is_over for job in self._jobs.values()) >= self._max_unfinished:
+        num_unfinished = sum(not job.is_over for job in self._jobs.values())
+        if num_unfinished + self._num_submitting >= self._max_unfinished:
             many = f"{self._max_unfinished} jobs are not over. Wait for one, or cancel one."
             return RefusedError(429, many, 10)
         if self._why_unwritten:
             return RefusedError(507, f"The table cannot be written: {self._why_unwritten}", 30)
         for job in self._jobs.values():
-            if job.trouble is not None:
+            if job.trouble is not None and not job.is_over:
                 status = 507 if is_no_room(job.trouble) else 503
                 return RefusedError(status, f"Job {job.id} waits: {describe(job.trouble)}", 30)
         return None
@@ -229,8 +235,16 @@ class Jobs:
         await asyncio.wait([job.end])
         return job.status == "cancelled"
 
+    def is_written(self, job: Job) -> bool:
+        """Tell whether the table has taken all that is known of a job."""
+        return job.id not in self._unwritten
+
     async def losses(self, job: Job, start: int = 0) -> np.ndarray:
-        """Return the losses of a job so far, one per stride, without the first ones."""
+        """Return the losses of a job so far, one per stride, without the first ones.
+
+        Raises:
+            OSError: If the table cannot be read.
+        """
         if job.training is not None:
             stride, is_all = stride_of(job.num_steps), job.step == job.num_steps
             num_done = len(job.training.losses) if is_all else job.step // stride
@@ -286,18 +300,17 @@ class Jobs:
             status = "cancelled"  # with an error, if its last state could not be saved
         elif self.closing.is_set() and (work.cancelled() or job.error):
             if job.error:
-                print(f"job {job.id} was not saved: {job.error}", file=sys.stderr)
-            else:
-                await self._write(job, starts=0)
+                say(f"job {job.id} was not saved: {job.error}")
+            await self._write(job, starts=0)  # not the job has ended the process
             return  # the table still says "running"
         elif work.cancelled():
             status = "failed"
             job.error = job.step_too_long or "It was cancelled, and not by a request."
-        losses = await self.losses(job) if job.training is not None else np.empty(0)
-        await self._write(
-            job, status=status, error=job.error, digest=job.digest, num_steps=job.num_steps,
-            losses=losses.tobytes(), step=job.step,
-        )  # fmt: skip
+        columns = {"status": status, "error": job.error, "digest": job.digest}
+        if job.training is not None:  # else the table has what came of it before
+            losses = await self.losses(job)
+            columns |= {"num_steps": job.num_steps, "losses": losses.tobytes(), "step": job.step}
+        await self._write(job, **columns)
         job.status, job.trouble, job.training = status, None, None
         job.tell()
 
@@ -358,7 +371,13 @@ class Jobs:
     async def _turn(self, job: Job, share: Share) -> AsyncIterator[None]:
         """Hold the devices of a job for a step, which is ended if it takes too long."""
 
+        loop = asyncio.get_running_loop()
+
         def end() -> None:
+            nonlocal watch
+            if loop.time() - watch.when() > MAX_LATE_S:  # the step stood still, too
+                watch = loop.call_later(self._step_limit_s, end)
+                return
             job.step_too_long = (
                 f"Step {job.step + 1} took more than {self._step_limit_s} s. What was saved before "
                 "is unchanged."
@@ -366,7 +385,7 @@ class Jobs:
             job.stop()
 
         async with self._sharing.turn(share):
-            watch = asyncio.get_running_loop().call_later(self._step_limit_s, end)
+            watch = loop.call_later(self._step_limit_s, end)
             try:
                 yield
             finally:
@@ -404,13 +423,11 @@ class Jobs:
             if await self.write_out():
                 return
         if not await self.write_out():
-            print(
-                f"jobs {[*self._unwritten]} were not written down: {self._why_unwritten}",
-                file=sys.stderr,
-            )
+            say(f"jobs {[*self._unwritten]} were not written down: {self._why_unwritten}")
 
     async def _pause(self, attempt: int) -> None:
         """Wait before what went wrong is tried again, at most until the service ends."""
         with suppress(TimeoutError):
             pause_s = min(2.0 ** min(attempt - 1, 10), self._longest_pause_s)
-            await asyncio.wait_for(self.closing.wait(), pause_s)
+            async with asyncio.timeout(pause_s):  # `wait_for` of 3.11 may hide a cancellation
+                await self.closing.wait()

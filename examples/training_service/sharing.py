@@ -41,7 +41,16 @@ class DeviceSharing:
         self._now = 0.0  # what the job served last had used when its turn began
 
     def join(self, num_devices: int) -> Share:
-        """Give a job the devices that the fewest others have; all of them, if it wants more."""
+        """Give a job the devices that the fewest others have.
+
+        Raises:
+            ValueError: If there are not as many.
+        """
+        if num_devices > len(self.devices):
+            raise ValueError(
+                f"It has {num_devices} replicas, and the service has {len(self.devices)} devices "
+                f"now. Start it with --devices {num_devices}, then resume the job."
+            )
         load = dict.fromkeys(self.devices, 0)
         for share in self._shares:
             for device in share.devices:

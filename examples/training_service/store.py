@@ -36,7 +36,7 @@ class Store:
 
     Opened in `async with`; one process at a time. A cancelled call is carried out or not, never in
     part. Methods raise an OSError if the disk cannot take or give what they need: ENOSPC if it is
-    full, ENOENT if the table was removed, EIO otherwise.
+    full, ENOENT if the table was removed, ENOMEM if memory is short, EIO otherwise.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,7 +62,7 @@ class Store:
             self._connection.execute("PRAGMA synchronous=FULL")
             self._connection.execute(SCHEMA)
             self._add_columns()
-        except sqlite3.OperationalError as error:
+        except sqlite3.Error as error:
             self._connection.close()
             raise OSError(
                 f"{self._path} cannot be used: {error}. Another service may have it; give this one "
@@ -116,14 +116,16 @@ class Store:
             raise FileNotFoundError(errno.ENOENT, "Another file took its place", str(self._path))
         try:
             return [dict(row) for row in self._connection.execute(statement, values).fetchall()]
-        except sqlite3.OperationalError as error:
+        except (sqlite3.Error, MemoryError) as error:
             raise as_os_error(error, self._path) from error
 
     async def _call(self, fn: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, fn, *args)
 
 
-def as_os_error(error: sqlite3.Error, path: Path) -> OSError:
+def as_os_error(error: sqlite3.Error | MemoryError, path: Path) -> OSError:
     """Return an error of SQLite as one of the system."""
+    if isinstance(error, MemoryError):
+        return OSError(errno.ENOMEM, str(error) or "Out of memory", str(path))
     is_full = getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
     return OSError(errno.ENOSPC if is_full else errno.EIO, str(error), str(path))

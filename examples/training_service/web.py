@@ -27,7 +27,8 @@ from .programs import PROGRAMS, RejectedError, stride_of
 
 MAX_BODY_BYTES = 64 * 1024
 KEEP_ALIVE_S = 15.0
-RETRY_MS = 1000  # when clients connect again
+RETRY_MS, LATER_MS = 1000, 30_000  # when clients connect again
+MAX_DIGITS = 18
 
 
 def make_app(jobs: Jobs, *, hosts: list[str]) -> Starlette:
@@ -43,11 +44,11 @@ def make_app(jobs: Jobs, *, hosts: list[str]) -> Starlette:
             Route("/programs", programs),
             Route("/jobs", list_jobs, methods=["GET"]),
             Route("/jobs", submit, methods=["POST"]),
-            Route("/jobs/{id:int}", show, methods=["GET"]),
-            Route("/jobs/{id:int}", cancel, methods=["DELETE"]),
-            Route("/jobs/{id:int}/resume", resume, methods=["POST"]),
-            Route("/jobs/{id:int}/events", events),
-            Route("/jobs/{id:int}/loss.png", curve),
+            Route("/jobs/{id}", show, methods=["GET"]),
+            Route("/jobs/{id}", cancel, methods=["DELETE"]),
+            Route("/jobs/{id}/resume", resume, methods=["POST"]),
+            Route("/jobs/{id}/events", events),
+            Route("/jobs/{id}/loss.png", curve),
             Route("/healthz", healthy),
             Route("/readyz", ready),
             Route("/metrics", metrics),
@@ -57,6 +58,7 @@ def make_app(jobs: Jobs, *, hosts: list[str]) -> Starlette:
             HTTPException: problem,
             RejectedError: rejected,
             RefusedError: refused,
+            OSError: unreadable,
         },
     )
     app.state.jobs = jobs
@@ -79,6 +81,10 @@ async def refused(_request: Request, error: Exception) -> Response:
     assert isinstance(error, RefusedError)
     again = {"retry-after": str(error.retry_after_s)}
     return JSONResponse({"error": f"No job is taken now. {error}"}, error.status, again)
+
+
+async def unreadable(_request: Request, error: Exception) -> Response:
+    return JSONResponse({"error": f"It cannot be read now: {error}"}, 503, {"retry-after": "30"})
 
 
 async def page(_request: Request) -> Response:
@@ -115,20 +121,25 @@ async def show(request: Request) -> Response:
 
 
 async def cancel(request: Request) -> Response:
-    """End a job: 200 once it has, 409 if it was over."""
+    """End a job: 200 once it has, 202 if the table has not taken it, 409 if it was over."""
     job = job_of(request)
     if not await request.app.state.jobs.cancel(job):
         raise HTTPException(409, f"Job {job.id} is {job.status}.")
-    return JSONResponse(job.describe())
+    return JSONResponse(job.describe(), status_of(request, job))
 
 
 async def resume(request: Request) -> Response:
-    """Go on with a job that failed or was cancelled: 200, or 409 if it is neither."""
+    """Go on with a job that failed or was cancelled: 200 or 202, or 409 if it is neither."""
     require_json(request)
     job = job_of(request)
     if not await request.app.state.jobs.start_again(job):
         raise HTTPException(409, f"Job {job.id} is {job.status}.")
-    return JSONResponse(job.describe())
+    return JSONResponse(job.describe(), status_of(request, job))
+
+
+def status_of(request: Request, job: Job) -> int:
+    """Return the status for what was done with a job: 202 as long as a crash would undo it."""
+    return 200 if request.app.state.jobs.is_written(job) else 202
 
 
 def require_json(request: Request) -> None:
@@ -193,7 +204,12 @@ async def follow(jobs: Jobs, job: Job, seen: int) -> AsyncIterator[str]:
         is_over = job.is_over
         stride = stride_of(job.num_steps)
         start = -(-seen // stride)
-        for number, loss in enumerate((await jobs.losses(job, start)).tolist(), start + 1):
+        try:
+            losses = await jobs.losses(job, start)
+        except OSError:  # the table cannot be read now
+            yield f"retry: {LATER_MS}\n\n"
+            return
+        for number, loss in enumerate(losses.tolist(), start + 1):
             seen = min(number * stride, job.num_steps)
             news = {"step": seen, "num_steps": job.num_steps, "loss": as_json(loss)}
             yield f"id: {seen}\nevent: step\ndata: {json.dumps(news)}\n\n"
@@ -230,9 +246,11 @@ def draw(title: str, losses: np.ndarray, stride: int) -> bytes:
 
 
 def job_of(request: Request) -> Any:
-    job = request.app.state.jobs.get(request.path_params["id"])
+    text = request.path_params["id"]
+    is_number = text.isdecimal() and len(text) <= MAX_DIGITS
+    job = request.app.state.jobs.get(int(text)) if is_number else None
     if job is None:
-        raise HTTPException(404, f"There is no job {request.path_params['id']}.")
+        raise HTTPException(404, f"There is no job {text:.{MAX_DIGITS}}.")
     return job
 
 

@@ -67,7 +67,7 @@ class WatchedStore:
 
     async def update(self, job_id: int, **values: Any) -> None:
         self._check()
-        if "losses" in values:
+        if values.get("status") in {"done", "failed", "cancelled"}:
             self.is_writing.set()
             await self.may_write.wait()
         await self._store.update(job_id, **values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -418,3 +419,44 @@ def test_the_schema_of_a_framework_describes_labels(tmp_path: Path) -> None:
     app.include_router(router(service))
     text = json.dumps(app.openapi()["paths"]["/label"])
     assert '"required": ["id", "target"]' in text
+
+
+@pytest.mark.asyncio
+async def test_the_learner_is_saved_although_a_prediction_hangs(tmp_path: Path) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+    is_open, leaving = asyncio.Event(), asyncio.Event()
+
+    def hang() -> None:
+        has_begun.set()
+        may_end.wait()
+
+    async def predict(_snapshot: Any, inputs: Any) -> Any:
+        await ar.run_on_host(hang)
+        return inputs
+
+    program = Counting(tmp_path)
+    service = service_of(program, predict, predict_batch=8)
+
+    async def serve() -> None:
+        async with program.strategy, program.manager, service.lifespan():
+            is_open.set()
+            await leaving.wait()
+
+    serving = asyncio.ensure_future(serve())
+    try:
+        await is_open.wait()
+        await (await program.learner.submit(example(3)))
+        asked = asyncio.ensure_future(service.predict([1.0]))
+        await asyncio.to_thread(has_begun.wait)
+        assert not program.manager.steps()
+        leaving.set()
+
+        await until(program.manager.steps)
+
+        assert not serving.done()
+    finally:
+        may_end.set()
+        leaving.set()
+        await serving
+    with pytest.raises(ContextError, match="closed before it had predicted"):
+        await asked
