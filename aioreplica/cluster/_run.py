@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
@@ -318,8 +318,9 @@ class OpenTurn:
     """
 
     __slots__ = (
-        "_before", "_describe", "_lent", "_next", "_outer", "_run", "_sequence", "_signature",
-        "_stage", "_what", "has_ended", "is_awaited", "num_local_replicas", "num_workers", "rank",
+        "_before", "_describe", "_inner", "_lent", "_next", "_outer", "_run", "_sequence",
+        "_signature", "_stage", "_what", "has_ended", "is_awaited", "num_local_replicas",
+        "num_workers", "rank",
     )  # fmt: skip
 
     def __init__(
@@ -347,6 +348,7 @@ class OpenTurn:
         self.is_awaited = True
         self._next: Callable[[], object] | None = None
         self._lent: Exchange[Any] | None = None  # what replicas' own arrays were given to
+        self._inner: asyncio.Lock | None = None  # of a merge function's operations
 
     def exchange(
         self,
@@ -362,7 +364,8 @@ class OpenTurn:
         """Send a frame to all workers; if all agree, carry larger data."""
         if self._outer is not None:
             return self._outer.exchange(
-                slot, carry, what=what or self._what, signature=signature or self._signature,
+                slot, carry, what=what or self._what,
+                signature=f"{signature} {self._signature}" if signature else self._signature,
                 layout=layout, ahead=ahead,
             )  # fmt: skip
         run = self._run
@@ -402,15 +405,18 @@ class OpenTurn:
         if is_last:
             self.end()
 
-    def inner(self, what: str, signature: str) -> OpenTurn:
-        """Return an operation in this turn, which is that of a merge function."""
-        return OpenTurn(self._run, what, signature, self._sequence, outer=self._outer or self)
+    @asynccontextmanager
+    async def inner(self, what: str, signature: str) -> AsyncIterator[OpenTurn]:
+        """Wait for the operations before, and give one in this turn, that of a merge function."""
+        assert self._inner is not None  # in `merging`
+        async with self._inner:
+            yield OpenTurn(self._run, what, signature, self._sequence, outer=self)
 
     @contextmanager
     def merging(self) -> Iterator[None]:
         """Let cross-replica methods of the strategy be exchanges of this turn meanwhile."""
         workers = self._run.workers
-        workers.merging = self
+        workers.merging, self._inner = self, asyncio.Lock()
         try:
             yield
         finally:

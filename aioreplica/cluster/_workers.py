@@ -179,7 +179,8 @@ class Workers:
         """
         merging = self.merging
         if merging is not None and PLACE.get().in_merge:
-            yield merging.inner(what, signature)
+            async with merging.inner(what, signature) as inner:
+                yield inner
             return
         async with self.run(what) as run:
             with run.turn(what, signature, 1) as turn:

@@ -33,7 +33,7 @@ from ..collectives import (
 )
 from ..devices import INLINE_BYTES, Device, require_device, run_together
 from ..replica import joined_text, payload_signature
-from ..tree import LEAF_SPEC, Tree, TreeSpec, flatten, leaves, map_leaves, unflatten
+from ..tree import Tree, TreeSpec, flatten, leaves, map_leaves, unflatten
 from ..typing import ReduceOp, VariableAggregation
 from ..values import (
     DistributedValues,
@@ -125,8 +125,7 @@ async def _reduce_axis_across(
     leaves, spec = flatten_summands(value)
     columns: list[Sequence[object]] = []
     specs = [_add_columns(op, leaf, replicas, columns, axis) for leaf in leaves]
-    reduced = [await reduce_axis_across(workers, op, column, axis) for column in columns]
-    results = iter(reduced)
+    results = iter(await reduce_axis_across(workers, op, columns, axis))
     return unflatten(spec, [unflatten(s, list(islice(results, s.num_leaves))) for s in specs])
 
 
@@ -153,13 +152,15 @@ def _add_columns(
 
 async def gather_tree(replicas: Replicas, value: object, axis: int) -> object:
     """Join every distributed leaf of a pytree along `axis`."""
-    joined = await _maybe_in_thread(
-        value, lambda: map_leaves(lambda leaf: _gather_leaf(leaf, axis, replicas), value)
+    join = partial(
+        _maybe_in_thread,
+        value,
+        lambda: map_leaves(lambda leaf: _gather_leaf(leaf, axis, replicas), value),
     )
     if replicas.workers is None:
-        return joined
-    _, spec = flatten(joined)
-    return unflatten(spec, await gather_leaves_across(replicas.workers, joined, axis))
+        return await join()
+    map_leaves(lambda leaf: _gather_leaf(leaf, axis, replicas, _nothing_joined), value)
+    return await gather_across_workers(replicas.workers, join, axis)
 
 
 async def reduce_pairs(
@@ -275,16 +276,26 @@ def _reduce_axis(
     return _merge_components(_reduced_parts(op, leaf, replicas), merge)
 
 
-def _gather_leaf(leaf: object, axis: int, replicas: Replicas) -> object:
+def _gather_leaf(
+    leaf: object,
+    axis: int,
+    replicas: Replicas,
+    join: Callable[[Sequence[Any], int], object] = concatenate,
+) -> object:
+    """Join the components of one leaf, if they fit each other."""
     parts = _parts(leaf, replicas, "gather")
 
     def merge(column: Sequence[object]) -> object:
         for part in column:
             require_axis(part, axis, "gather")
         _same(column, lambda a, b: gather_difference(a, b, axis))
-        return concatenate(column, axis)
+        return join(column, axis)
 
     return _merge_components(parts, merge)
+
+
+def _nothing_joined(_column: Sequence[Any], _axis: int) -> None:
+    """Stand for `concatenate` where it is only checked what is to be joined."""
 
 
 def _parts(leaf: object, replicas: Replicas, verb: str) -> tuple[object, ...]:
@@ -430,25 +441,46 @@ async def reduce_leaves_across(
 
 
 async def reduce_axis_across(
-    workers: Workers, op: ReduceOp, column: Sequence[object], axis: int | tuple[int, ...]
-) -> object:
-    """Reduce one leaf over axes of each component and over the replicas of all workers."""
+    workers: Workers,
+    op: ReduceOp,
+    columns: Sequence[Sequence[object]],
+    axis: int | tuple[int, ...],
+) -> list[object]:
+    """Reduce leaves over axes of each component and over the replicas of all workers."""
     axes = axis if isinstance(axis, tuple) else (axis,)
-    if op is not ReduceOp.MEAN:
-        rows, halves = widen_halves(op, [[part] for part in column])
-        local = reduce_over_axis(op, [part for [part] in rows], axis)
-        async with workers.operation("reduce", f"{op.name} {axes}") as turn:
-            return (await reduce_across(turn, op, [local], halves=halves))[0]
+    is_mean = op is ReduceOp.MEAN
+    local = [
+        _total_and_count(column, axes) if is_mean else _local_result(op, column, axis)
+        for column in columns
+    ]
+    added = ReduceOp.SUM if is_mean else op
+    async with workers.operation("reduce", f"{op.name} {axes}") as turn:
+        found = [await reduce_across(turn, added, own, halves=halves) for own, halves in local]
+    if not is_mean:
+        return [result for [result] in found]
+    pairs = zip(found, columns, strict=True)
+    return [_mean(total, count, column, axis) for (total, count), column in pairs]
+
+
+def _local_result(op: ReduceOp, column: Sequence[object], axis: int | tuple[int, ...]) -> Local:
+    rows, halves = widen_halves(op, [[part] for part in column])
+    return [reduce_over_axis(op, [part for [part] in rows], axis)], halves
+
+
+def _total_and_count(column: Sequence[object], axes: tuple[int, ...]) -> Local:
+    """Return the sum over the replicas of this worker, and the number of its summands."""
     wide = [np.asarray(part) for part in column]
-    dtype = wide[0].dtype
-    if dtype.kind in "iub" or dtype.itemsize < 4:
+    if wide[0].dtype.kind in "iub" or wide[0].dtype.itemsize < 4:
         wide = [part.astype(np.float64) for part in wide]
-    total = np.asarray(reduce_over_axis(ReduceOp.SUM, wide, axis))
+    total = np.asarray(reduce_over_axis(ReduceOp.SUM, wide, axes))
     count = sum(int(np.prod([part.shape[one] for one in axes], dtype=np.int64)) for part in wide)
-    async with workers.operation("reduce", f"MEAN {axes}") as turn:
-        total, count = await reduce_across(turn, ReduceOp.SUM, [total, count])
+    return [total, count], {}
+
+
+def _mean(total: Any, count: Any, column: Sequence[object], axis: int | tuple[int, ...]) -> object:
     if not count:
         raise ValueError(f"MEAN over axis {axis!r} of empty components is undefined.")
+    dtype = np.asarray(column[0]).dtype
     mean = np.asarray(total / count)
     mean = mean if dtype.kind in "iub" else mean.astype(dtype, copy=False)
     mean.flags.writeable = False
@@ -463,12 +495,21 @@ async def read_variable(workers: Workers | None, variable: Variable, what: str) 
     return await workers.aggregate(what, variable.name, how, variable.components)
 
 
-async def gather_leaves_across(workers: Workers, tree: object, axis: int) -> list[object]:
-    """Join the leaves that each worker has joined."""
-    leaves, spec = flatten(tree)
-    text = payload_signature(leaves, spec if leaves else LEAF_SPEC, _joined(axis)) if leaves else ""
-    async with workers.operation("gather", f"axis {axis}: {text}") as turn:
-        return [join_across(parts, axis) for parts in await gather_across(turn, leaves, axis)]
+async def gather_across_workers(
+    workers: Workers, local: Callable[[], Awaitable[object]], axis: int
+) -> object:
+    """Join here, in the turn of the operation, then over the workers.
+
+    Args:
+        workers: The other workers.
+        local: Joins the values of this worker's replicas.
+        axis: Along which they are joined.
+    """
+    async with workers.operation("gather", f"axis {axis}") as turn:
+        leaves, spec = flatten(await local())
+        text = payload_signature(leaves, spec, _joined(axis)) if leaves else ""
+        rows = await gather_across(turn, leaves, axis, signature=text)
+    return unflatten(spec, [join_across(parts, axis) for parts in rows])
 
 
 def _joined(axis: int) -> Callable[[Any], str]:

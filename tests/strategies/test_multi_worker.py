@@ -197,6 +197,39 @@ async def test_reduce_and_gather_outside_go_over_all_workers() -> None:
     assert await on_workers(2, 2, program) == [expected] * 2
 
 
+@pytest.mark.parametrize("where", ["outside", "in a merge function"])
+async def test_what_is_called_at_once_meets_in_the_order_of_calls_whatever_there_is_to_join(
+    where: str,
+) -> None:
+    """What worker 0 has is joined off the event loop, what worker 1 has is so at once."""
+
+    async def both(strategy: Any, large: Any, small: Any) -> list[int]:
+        found = await asyncio.gather(strategy.gather(large, 0), strategy.gather(small, 0))
+        return [len(each) for each in found]
+
+    async def step(rows: int) -> Any:
+        return await me().merge_call(both, (np.full(rows, 1.0), np.full(10, 2.0)))
+
+    async def program(strategy: MultiWorkerMirroredStrategy) -> Any:
+        rows = 1000 if strategy._runtime.workers.rank else 400_000
+        if where != "outside":
+            return strategy.local_results(await strategy.run(step, (rows,)))[0]
+        values = np.full(rows, 1.0), np.full(10, 2.0)
+        return await both(strategy, *[ar.PerReplica([each]) for each in values])
+
+    assert await on_workers(2, 1, program) == [[401_000, 20]] * 2
+
+
+async def test_gather_refuses_what_does_not_fit_before_others_are_asked() -> None:
+    async def program(strategy: MultiWorkerMirroredStrategy) -> Any:
+        with pytest.raises(ValueError, match="cannot be combined"):
+            await strategy.gather(ar.PerReplica([np.ones((1, 2)), np.ones((1, 3))]), 0)
+        found = await strategy.gather(ar.PerReplica([np.ones((1, 2))] * 2), 0)
+        return found.shape
+
+    assert await on_workers(2, 2, program) == [(4, 2)] * 2
+
+
 async def test_reductions_of_the_next_bucket_run_while_the_last_one_crosses() -> None:
     """The local part of a later collective is done before the turn of an earlier one ends."""
     order: list[str] = []
