@@ -204,6 +204,27 @@ class WorkersRun:
         self.tail, self._newest = turn, None
         return turn
 
+    async def agreed_step(self, next_step: int) -> int:
+        """Return the number that a step has on all workers, which a failure may have set apart.
+
+        Who fails in a run may be told of to others in their next one: they are a step ahead.
+
+        Args:
+            next_step: The number that it would have on this worker.
+        """
+        with self.turn("step number", "", 0) as turn:
+            slots = await turn.exchange(next_step.to_bytes(8, "little"), no_data)
+        self.workers.counts_anew = False
+        found = [int.from_bytes(each, "little") for each in slots]
+        if min(found) < max(found):
+            LOGGER.warning(
+                "Since a run has failed, workers are at steps %s, in rank order: what some have "
+                "done others have not, and variables and datasets may be as far apart (see "
+                "check_in_sync). Worker %d goes on with step %d, as all do.",
+                found, self.workers.rank, max(found),
+            )  # fmt: skip
+        return max(found)
+
     def fail(self, error: BaseException) -> None:
         """Tell the other workers that the run has failed here, unless they know."""
         if self.is_over:
@@ -217,6 +238,7 @@ class WorkersRun:
         slot = cut_text(cause or "it has closed its strategy", SLOT_BYTES)
         frame = Frame(FrameKind.FAILED, 0, self.function, stage=stage, slot=slot)
         if not workers.is_broken:
+            workers.counts_anew = True
             workers.groups.raise_alarm(origin, function, cause)
             Exchange(self, [(frame, NOTHING_AHEAD, None)], _told("the failure"), no_data).enter()
 
@@ -271,6 +293,7 @@ class WorkersRun:
             told = await gather_bytes(communicator, where().encode())
             rows = list(map(WorkerRows.decode, told))
         workers.runs_until(max(each.run for each in frames))
+        workers.counts_anew = True
         if isinstance(decision, Closed):
             ended_by = workers.closed_error(decision)
         elif isinstance(decision, Differs):

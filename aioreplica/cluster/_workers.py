@@ -71,6 +71,7 @@ class Workers:
         num_sent: Number of frames that this worker has sent.
         queue: Exchanges that have begun or wait for those before, the first one under way.
         left_by: What the block of the strategy is being left by; told to the others at its end.
+        counts_anew: Whether the next run agrees on its step number first, as one has failed.
         room: Bytes behind each frame, for arrays that are reduced if all frames agree.
     """
 
@@ -106,6 +107,8 @@ class Workers:
         self.queue: deque[Exchange[Any]] = deque()
         self._num_closed = 0
         self._forget_others()
+        self.counts_anew = is_new
+        self._resizing: asyncio.Task[Any] | None = None  # which shrinks or grows
         self._broken: BaseException | None = None
         self.left_by: BaseException | None = None
         self.merging: OpenTurn | None = None
@@ -267,7 +270,7 @@ class Workers:
         self.room = max(self._needed)
 
     def _forget_others(self) -> None:
-        self._has_greeted = False
+        self._has_greeted = self.counts_anew = False
         self._next_run = 0
         self._reaching = asyncio.Lock()
         self.room = 0
@@ -347,7 +350,7 @@ class Workers:
             self.rank, self.num_workers = after.rank, after.size
             self._broken = None
             self._forget_others()
-            self.ranks = range(after.size)
+            self.counts_anew, self.ranks = True, range(after.size)
             try:
                 await self.groups.aclose()
                 self.groups.listen(after)

@@ -253,9 +253,14 @@ def function_name(fn: object) -> str:
 async def equalize(runtime: Runtime, across: WorkersRun) -> None:
     """Give variables that were made since the last run the values of worker 0.
 
+    After a failure, give the step one number again, too.
+
     Raises:
         MergeMismatchError: If workers have made different variables.
     """
+    if across.workers.counts_anew:
+        numbers = runtime.lifecycle.numbers
+        numbers.next_step = await across.agreed_step(numbers.next_step)
     table = runtime.variable_table
     number, made = table.made_since_last()
     if not made:

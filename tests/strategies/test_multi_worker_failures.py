@@ -132,6 +132,55 @@ async def test_a_failure_after_the_last_collective_reaches_the_next_run_of_other
     assert await on_workers(2, 2, program) == [4.0, 4.0]
 
 
+async def test_steps_have_one_number_again_though_a_failure_is_told_of_in_the_next(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Random numbers of a step, and its place in datasets, follow from its number."""
+
+    async def step(fails: bool) -> Any:
+        await meet()
+        if fails and me().replica_id_in_sync_group == 2:
+            raise ValueError("late")
+        return float(me().shared_rng("noise").random())
+
+    async def program(strategy: Strategy) -> Any:
+        if rank_of(strategy):
+            with pytest.raises(ValueError, match="late"):
+                await strategy.run(step, (True,))
+        else:
+            await strategy.run(step, (True,))
+            with pytest.raises(WorkerLostError, match="late"):
+                await strategy.run(step, (False,))
+        drawn = [strategy.local_results(await strategy.run(step, (False,)))[0] for _ in range(2)]
+        return drawn, strategy.statistics().num_steps
+
+    first, second = await on_workers(2, 2, program)
+    assert first == second
+    assert first[1] == 4
+    told = [each.getMessage() for each in caplog.records if each.name == "aioreplica.cluster"]
+    assert sum("workers are at steps [2, 1]" in each for each in told) == 2
+
+
+async def test_device_loops_and_runs_have_one_step_number_after_a_failure() -> None:
+    def step(ctx: Any, x: float) -> None:
+        me().blocking.all_reduce("sum", x)
+        if x == 2.0 and me().replica_id_in_sync_group == 1:
+            raise ValueError("late")
+
+    async def draw() -> Any:
+        await meet()
+        return float(me().shared_rng("noise").random())
+
+    async def program(strategy: Strategy) -> Any:
+        with pytest.raises((ValueError, WorkerLostError)):
+            await strategy.run_steps(step, iter([1.0, 2.0, 3.0, 4.0]), 4)
+        drawn = strategy.local_results(await strategy.run(draw))
+        return drawn, strategy.statistics().num_steps
+
+    first, second = await on_workers(2, 1, program)
+    assert first == second
+
+
 async def test_different_collectives_are_a_mismatch_with_a_row_per_replica_of_every_worker() -> (
     None
 ):
@@ -470,5 +519,5 @@ async def test_a_worker_that_leaves_before_its_first_operation_is_not_waited_for
             async with first:
                 raise KeyError("no such setting")
         async with asyncio.timeout(30):
-            with pytest.raises(WorkerLostError, match="Worker 0 has closed the communicator"):
+            with pytest.raises(WorkerLostError, match="has left its strategy by KeyError"):
                 await running
