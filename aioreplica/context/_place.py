@@ -119,11 +119,12 @@ class Place:
         staging: Holds the components written so far, in the update context only.
         is_outside: True in a host function that a device program waits for.
         holds_devices: True inside a merge function that device programs wait for.
+        lacks_workers: True inside a merge function that some workers do not run.
     """
 
     __slots__ = (
-        "holds_devices", "in_merge", "is_outside", "replica", "staging", "strategy",
-        "update_replica_id",
+        "holds_devices", "in_merge", "is_outside", "lacks_workers", "replica", "staging",
+        "strategy", "update_replica_id",
     )  # fmt: skip
 
     def __init__(
@@ -136,6 +137,7 @@ class Place:
         staging: Any = None,  # Any: so does the values layer
         is_outside: bool = False,
         holds_devices: bool = False,
+        lacks_workers: bool = False,
     ) -> None:
         self.strategy = strategy
         self.replica = replica
@@ -144,6 +146,7 @@ class Place:
         self.staging = staging
         self.is_outside = is_outside
         self.holds_devices = holds_devices
+        self.lacks_workers = lacks_workers
 
     @property
     def is_in_step(self) -> bool:

@@ -168,17 +168,26 @@ class SyncGroup:
         Raises:
             ValueError: If there are more of them on one worker than on another.
         """
-        across = None if self.run.across is None or not ids else self.run.across.group(ids)
+        whole, place = self.run, self.merge_place
+        across = None if whole.across is None or not ids else whole.across.group(ids)
+        if whole.across is not None:
+            # As many members of each worker, and as many replicas: so these are ratios of workers.
+            num_here, num_in_all = len(members) * whole.across.num_replicas, len(ids or members)
+            if num_here > num_in_all * whole.num_replicas:
+                place = Place(
+                    place.strategy, in_merge=True, holds_devices=place.holds_devices,
+                    lacks_workers=True,
+                )  # fmt: skip
         return SyncGroup(
             members,
             [self.device_names[i] for i in members],
             self._runtime,
-            self.merge_place,
+            place,
             self.reducer,
             self.step,
             has_plain_values=self.has_plain_values,
             is_blocking=self.is_blocking,
-            whole=self.run,
+            whole=whole,
             across=across,
             ids=ids,
         )

@@ -22,6 +22,7 @@ from ..values import (
     is_own,
     require_own,
     run_per_component,
+    some_workers_error,
     split_arguments,
     update_components,
 )
@@ -244,21 +245,22 @@ class Extended:
             group: False gives a list of the results instead of a Mirrored.
 
         Raises:
-            ContextError: If the variable belongs elsewhere.
+            ContextError: If the variable belongs elsewhere, or some workers do not run this.
             TypeError: If `var` is not a variable.
             ValueError: If an argument holds a PerReplica.
 
         Cancellation:
             Leaves the variable as it was.
         """
-        what = "extended.update"
-        place = PLACE.get()
+        what, place = "extended.update", PLACE.get()
         replica = place.replica
         if isinstance(replica, RunningReplica) and place.strategy is self._runtime:
             merge, merged = update_variable(var, fn, args, kwargs, group)
             return replica.meet_as("update", merge, merged, sys._getframe(1))
         self._runtime.require_cross_replica(what, None)
         require_own(var, self._runtime, what)
+        if place.lacks_workers:
+            raise some_workers_error(place, f"{what} of {var.name!r}")
         if not callable(fn):
             raise TypeError(f"{what} needs a function of (variable, *args), got {fn!r}.")
         label = f"{what} of {var.name!r}"
@@ -289,7 +291,7 @@ class Extended:
                 under the default strategy).
 
         Raises:
-            ContextError: If called inside a replica.
+            ContextError: If called inside a replica, or where some workers do not run this.
             TypeError: If `fn` is not callable, or `devices` are not devices.
             ValueError: If a device is not one of the strategy's or named twice, there is none, or
                 an argument holds a PerReplica.
@@ -299,6 +301,8 @@ class Extended:
             Leaves all variables as they were.
         """
         self._runtime.require_cross_replica(_NON_SLOT, _NON_SLOT_TWIN)
+        if (place := PLACE.get()).lacks_workers:
+            raise some_workers_error(place, _NON_SLOT)
         if not callable(fn):
             raise TypeError(f"{_NON_SLOT} needs a function, got {fn!r} ({type(fn).__name__}).")
         runtime = self._runtime
@@ -493,7 +497,8 @@ class GroupView:
     component. For all the rest, such as `run` and `snapshot`, there is `strategy`.
 
     Over a group of several workers a merge function runs once on each of them. There entries and
-    `members` are those of this worker, and reductions go over all members.
+    `members` are those of this worker, and reductions go over all members. Variables can be written
+    there if all workers have members.
 
     Args:
         replicas: Those of the group.

@@ -50,6 +50,7 @@ from ._variable import combined as combined
 from ._variable import fitting as fitting
 from ._variable import local_value as local_value
 from ._variable import rename as rename
+from ._variable import some_workers_error as some_workers_error
 from ._variable import workers_of as workers_of
 from ._weak_dict import WeakVariableDict as WeakVariableDict
 from ._weighted import Weighted as Weighted

@@ -324,6 +324,8 @@ class Variable(ArrayLike, Writes[Awaitable[Array]], metaclass=_VariableType):
             place.staging.write(self, place.update_replica_id, new)
             return Done(new)
         if place.replica is None:
+            if place.lacks_workers:
+                raise some_workers_error(place, f"{verb} of variable {self.name!r}")
             return self._write_everywhere(verb, value)
         return self._write_in_replica(verb, fitting(self, value), place.replica, frame)
 
@@ -442,6 +444,15 @@ class BlockingVariable(Writes[Array]):
 
     def __repr__(self) -> str:
         return f"<BlockingVariable of {self._variable!r}>"
+
+
+def some_workers_error(place: Place, what: str) -> ContextError:
+    """Build the error of a write in the merge function of a group that some workers are not in."""
+    return ContextError(
+        f"{what} was called in {place.describe()} that runs on some of the workers only, as the "
+        "others have no replica in the group: they would keep another value. Return the value, and "
+        "write it in the step, or in a merge function of all replicas."
+    )
 
 
 def rename(variable: Variable, name: str) -> None:

@@ -184,6 +184,42 @@ async def test_merge_functions_of_groups_run_at_once_and_reduce_over_their_membe
     assert await on_workers(2, 2, program) == [(2, 4)] * 2
 
 
+@pytest.mark.parametrize("is_row", [True, False])
+async def test_merge_functions_that_some_workers_do_not_run_write_no_variables(
+    is_row: bool,
+) -> None:
+    async def program(strategy: Strategy) -> Any:
+        with strategy.scope():
+            weight = ar.Variable(0.0, name="weight")
+
+        async def merge(view: Any) -> None:
+            writes: list[Callable[[], Any]] = [
+                lambda: view.extended.update(weight, lambda v: v.assign_add(1.0)),
+                lambda: view.strategy.extended.update(weight, lambda v: v.assign_add(1.0)),
+                lambda: view.extended.update_non_slot(["cpu:0"], lambda: None),
+                lambda: weight.assign_add(1.0),
+            ]
+            for write in writes if is_row else writes[:2]:
+                if is_row:
+                    with pytest.raises(ContextError, match="runs on some of the workers only"):
+                        await write()
+                else:
+                    await write()
+
+        async def step() -> None:
+            i = me().replica_id_in_sync_group
+            if i % 2 == 0 or is_row:
+                await (me().group([i // 2 * 2, i // 2 * 2 + 1]) if is_row else column()).merge_call(
+                    merge
+                )
+
+        await strategy.run(step)
+        await strategy.check_in_sync([weight])
+        return float(weight.value)
+
+    assert await on_workers(2, 2, program) == [0.0 if is_row else 2.0] * 2
+
+
 async def test_a_view_is_of_no_use_outside_its_merge_function() -> None:
     async def program(strategy: Strategy) -> Any:
         views: list[Any] = []
