@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from asyncio import current_task
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import nullcontext
 from contextvars import copy_context
 from functools import partial
@@ -40,7 +40,7 @@ from ._errors import held_by_op_error, misuse_error, two_at_once_error
 from ._failure import add_note_once
 from ._meeting import AcrossWorkers, Call, Generation, Parts, SyncGroup, WaitedFor
 from ._messages import Transfer
-from ._pending import Pending, once_over
+from ._pending import Pending, Reading, once_over
 from ._reductions import STARTED_ALL_REDUCE
 from ._rendezvous import Mismatch, Rendezvous, ReplicaState
 from ._replica import Replica, who_withdrew
@@ -199,7 +199,7 @@ class MeetingPoint:
 
     def _merge_across(self, generation: Generation, across: AcrossWorkers) -> None:
         if self.is_aborted:
-            self.wake_threads()
+            self.wake_once_unread()
             return
         try:
             pending = across.merge(generation)
@@ -308,18 +308,20 @@ class MeetingPoint:
                 self.new_waiter(generation, generation.first)
             pending = generation.pending if has_begun else None
             together.setdefault(pending, []).append(generation)
-        reading = None
         for pending, generations in together.items():
-            own = None
             if pending is not None and pending.task is not None:
                 pending.task.cancel()  # one that has not begun sees that the run is aborted
-                own = pending.reading()
-            reading = own or reading
             if self.lock is None:
-                once_over(own, partial(_give_up_all, generations))
-        once_over(reading, self.wake_threads)
+                once_over(_read_by([pending]), partial(_give_up_all, generations))
+        self.wake_once_unread()
         for cancel in list(self.host_calls):
             cancel()
+
+    def wake_once_unread(self) -> None:
+        """Open the gates of all threads that wait, once no merge reads arrays of theirs."""
+        if self.lock is not None:
+            begun = [each.pending for each, has_begun in list(self.merging.items()) if has_begun]
+            once_over(_read_by(dict.fromkeys(begun)), self.wake_threads)
 
     def wake_threads(self) -> None:
         """Open the gates of all threads that wait."""
@@ -548,6 +550,12 @@ class TaskWaiter(Waiter):
         if self._held_by is not None and self.is_on_loop():
             return held_by_op_error(name, self._held_by.fn_name)
         return misuse_error(name, self.replica, step, self.home)
+
+
+def _read_by(merges: Iterable[Pending | None]) -> list[Reading]:
+    """Return what still reads arrays of replicas in some merges; from now on nothing else will."""
+    found = [each.reading() for each in merges if each is not None and each.task is not None]
+    return [reading for reading in found if reading is not None]
 
 
 def _give_up_all(generations: Sequence[Generation]) -> None:

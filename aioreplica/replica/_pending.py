@@ -36,12 +36,13 @@ class Reading(Protocol):
         """Wait for its end, through every cancellation."""
 
 
-def once_over(reading: Reading | None, fn: Callable[[], None]) -> None:
+def once_over(reading: Sequence[Reading], fn: Callable[[], None]) -> None:
     """Call something once nothing is being read; at once in an interrupt."""
-    if reading is None or is_interrupted():
+    if not reading or is_interrupted():
         fn()
     else:
-        reading.when_over(fn)
+        first, *others = reading
+        first.when_over(partial(once_over, others, fn))
 
 
 class MergeTurn(Protocol):
@@ -64,8 +65,8 @@ class Merging(Protocol):
     def release(self, generation: Generation, parts: Parts, error: BaseException | None) -> None:
         """Hand every member its part, or the error."""
 
-    def wake_threads(self) -> None:
-        """Open the gates of all threads that wait."""
+    def wake_once_unread(self) -> None:
+        """Open the gates of all threads that wait, once no merge reads arrays of theirs."""
 
     def merge_ended(self) -> None:
         """Tell the run that the merge has ended."""
@@ -120,7 +121,7 @@ class Pending:
             self.discard()
             self.end()
             point.merging.pop(generation, None)
-            point.wake_threads()
+            point.wake_once_unread()
             point.merge_ended()
             return
         context = generation.calls[0].context

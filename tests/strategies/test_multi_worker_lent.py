@@ -10,9 +10,11 @@ import pytest
 
 import aioreplica as ar
 import aioreplica.testing as art
+from aioreplica.cluster._exchange import Exchange
 from aioreplica.collectives import Reducer, Summands
 from aioreplica.replica._meeting_point import MeetingPoint
 from aioreplica.strategies import MultiWorkerMirroredStrategy
+from tests.sequencer import idle
 from tests.strategies.workers import on_workers, outcomes, strategies
 
 
@@ -96,6 +98,64 @@ def test_writes_of_a_cancelled_step_do_not_reach_the_others(
         assert np.unique(results[0]).tolist() == [2.0]
 
     art.explore(main, schedules=20).check()
+
+
+@pytest.mark.asyncio
+async def test_threads_of_a_cancelled_step_wait_until_no_group_reads_their_arrays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The group that began last is over first; what the other one reads is not written yet."""
+    has_begun, may_come = threading.Event(), threading.Event()
+    have_begun, is_cancelled, has_met = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def step(value: Any) -> Any:
+        i = me().replica_id_in_sync_group
+        if i in (1, 2):
+            (has_begun if i == 1 else may_come).wait(10)
+        try:
+            return me().blocking.group([i % 2, i % 2 + 2]).all_reduce("sum", value)
+        finally:
+            if i < 2:
+                value[:] = -5.0
+            if i == 3:
+                loop.call_soon_threadsafe(has_met.set)
+
+    async def first(strategy: MultiWorkerMirroredStrategy) -> Any:
+        run = asyncio.ensure_future(strategy.run(step, (ar.PerReplica(arrays()),)))
+        await have_begun.wait()
+        monkeypatch.setattr(Summands, "give_back", lambda _self: False)
+        run.cancel()
+        await idle()
+        is_cancelled.set()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+
+    async def second(strategy: MultiWorkerMirroredStrategy) -> Any:
+        await is_cancelled.wait()
+        run = asyncio.ensure_future(strategy.run(step, (ar.PerReplica(arrays()),)))
+        await has_met.wait()
+        await idle()
+        may_come.set()
+        return [np.unique(each).tolist() for each in strategy.local_results(await run)]
+
+    def arrays() -> list[Any]:
+        return [np.ones(50_000), np.ones(50_000)]
+
+    made = strategies(2, 2)
+    workers = made[0]._runtime.workers
+    assert workers is not None
+    enter, entered = Exchange.enter, []
+
+    def note(exchange: Exchange[Any], **options: Any) -> None:
+        enter(exchange, **options)
+        if exchange.run.workers.outer is workers:
+            entered.append(exchange)
+            (has_begun if len(entered) == 1 else have_begun).set()
+
+    monkeypatch.setattr(Exchange, "enter", note)
+    _, results = await outcomes(made, [first, second])
+    assert results == [[2.0], [2.0]]
 
 
 @pytest.mark.parametrize("op", ["sum", "min", "max"])
