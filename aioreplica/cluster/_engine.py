@@ -44,7 +44,7 @@ from ._communicator import (
 )
 from ._local import split_shrink_error
 from ._poller import Entry
-from ._transport import LEFT, WAITING_S, WARN_S, Group, GroupEndedError, Link, Note, Poll
+from ._transport import LEFT, WAITING_S, WARN_S, Group, GroupEndedError, Link, Note, Poll, name_of
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[tuple[Poll, int], None, T]
@@ -113,8 +113,7 @@ class EngineCommunicator(Communicator):
 
     def _subgroup(self, ranks: tuple[int, ...], key: str) -> Communicator:
         outer = tuple(self.group.ranks[rank] for rank in ranks)
-        name = f"{self._name}/{','.join(map(str, outer))}.{key}"
-        return SplitCommunicator(self.link, outer, self.timeout, name)
+        return SplitCommunicator(self.link, outer, self.timeout, name_of(self._name, outer, key))
 
     def _alarm(self, number: int, text: str) -> None:
         self.link.alarm(self.group, number, text).add_done_callback(forget)

@@ -30,6 +30,7 @@ import numpy as np
 from ..devices import CompletionQueue, Op
 from ..tree import Array
 from ._communicator import LOST, STALLED, Failure
+from ._frame import digest_of
 from ._poller import Entry, Poller
 from ._rows import closed_text, crossed_failure, group_in_words, stall_text, workers_in_words
 
@@ -40,6 +41,7 @@ LOGGER = logging.getLogger("aioreplica.cluster")
 
 WAITING, PASSED, LEFT, ALARM = "waiting", "passed", "left", "alarm"
 NOTE_BYTES = 1024
+NAME_CHARACTERS = 256  # of a group, in notes
 WAITING_S = 0.5  # in a call, before a worker tells the others that it waits there, and again
 WARN_S = 10.0  # in a call, before a worker logs for whom it waits
 QUIET_S = 3.0  # without a word from a worker that has said that it waits
@@ -375,11 +377,8 @@ class Link:
                 f"{timeout:g} s now. Look whether that process is suspended or its host is."
             )
             return Failure(STALLED, text, stopped, timeout)
-        words = {
-            each: (word.text, group_in_words(_ranks_of(word.group)))
-            for each, word in elsewhere.items()
-        }
-        here = what, group_in_words(_ranks_of(visit.group.name))
+        words = {each: (word.text, _in_words(word.group)) for each, word in elsewhere.items()}
+        here = what, _in_words(visit.group.name)
         return crossed_failure(self.transport.rank, here, words, timeout)
 
     def _warn(self, visit: Visit, now: float) -> None:
@@ -466,7 +465,23 @@ class Link:
             )  # fmt: skip
 
 
-def _ranks_of(name: str) -> tuple[int, ...]:
-    """Return the members of a split, by its name; none of the group of all."""
+def name_of(outer: str, ranks: Sequence[int], key: str) -> str:
+    """Return the name of a split: by its members, or by a hash of these if they are many.
+
+    Args:
+        outer: The name of the group that is split.
+        ranks: The members, among all workers.
+        key: Tells it from other splits into these.
+    """
+    name = f"{outer}/{','.join(map(str, ranks))}.{key}"
+    if len(name) <= NAME_CHARACTERS:
+        return name
+    return f"/{len(ranks)} workers.{digest_of(name).hex()}"
+
+
+def _in_words(name: str) -> str:
+    """Describe the group of a name."""
     ranks = name.rpartition("/")[2].rpartition(".")[0]
-    return tuple(map(int, ranks.split(","))) if ranks else ()
+    if ranks.endswith("workers"):
+        return f"a split of {ranks}"
+    return group_in_words(tuple(map(int, ranks.split(","))) if ranks else ())

@@ -15,7 +15,7 @@ import pytest
 import aioreplica as ar
 from aioreplica.cluster import _engine, _poller, _transport
 from aioreplica.cluster._communicator import AGREE, NOTHING, Call
-from aioreplica.cluster._transport import NOTE_BYTES, PATIENCE_S, Note
+from aioreplica.cluster._transport import NOTE_BYTES, PATIENCE_S, Note, name_of
 from aioreplica.errors import ContextError, StallError, WorkerLostError
 from aioreplica.typing import ReduceOp
 from tests.cluster.communicator_contract import (
@@ -526,3 +526,14 @@ async def test_notes_of_any_length_fit() -> None:
     assert long.text.startswith(short.text)
     assert short.text
     assert short.ranks == tuple(range(len(short.ranks)))
+
+
+async def test_notes_about_splits_of_many_workers_have_a_size_too() -> None:
+    names = [name_of(outer, range(size), "0") for outer in ("", "/0,1.0") for size in (270, 900)]
+    names.append(name_of(name_of("", range(900), "0"), [0, 1], "0"))
+
+    assert len(set(names)) == len(names)
+    for name in names:
+        note = Note.decode(Note("waiting", 3, name, 7, "all_reduce #7" * 99).encode())
+        assert (note.group, note.number) == (name, 7)
+    assert name_of("", [0, 2], "1") == "/0,2.1"
