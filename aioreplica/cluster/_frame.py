@@ -232,10 +232,16 @@ class Alarm:
         counts = None if told == "?" else {key: int(count) for key, _, count in pairs}
         return Alarm(number, int(origin), function, cause, counts)
 
-    def comes_to(self, group: str, number: int) -> bool:
-        """Tell whether its sender has sent the frame of that number in a group, from 1."""
-        if self.num_sent is None:
-            return not self.function  # who has left in order has sent what it had to
+    def comes_to(self, group: str, number: int, has_met: bool) -> bool:
+        """Tell whether its sender has sent the frame of that number in a group, from 1.
+
+        Args:
+            group: The key of the group.
+            number: Of the frame.
+            has_met: Whether the members have met before.
+        """
+        if self.num_sent is None:  # who has left closes the splits that it knows, which tells more
+            return has_met and not self.function
         return self.num_sent.get(group, 0) >= number
 
 

@@ -511,7 +511,9 @@ class Groups:
         for (number, rank), alarm in sorted(self._alarms.items(), key=itemgetter(0)):
             for workers in self if number >= known else ():
                 is_waiting = rank in workers.ranks and workers.queue
-                if is_waiting and not alarm.comes_to(workers.key, workers.num_sent):
+                split = workers.connected
+                has_met = split is not None and split.statistics().calls > 1  # they have greeted
+                if is_waiting and not alarm.comes_to(workers.key, workers.num_sent, has_met):
                     asyncio.get_running_loop().call_soon(run.end_by, alarm)
                     return
 

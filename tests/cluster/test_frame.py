@@ -5,7 +5,7 @@ import weakref
 import numpy as np
 import pytest
 
-from aioreplica.cluster._frame import Frame, FrameKind, digest_of, slots_in_common
+from aioreplica.cluster._frame import Alarm, Frame, FrameKind, digest_of, slots_in_common
 
 
 class Text(str):
@@ -52,3 +52,14 @@ def test_workers_do_at_once_what_all_have_queued_up_to_the_first_difference(
         rows = np.stack([own.encode(0, (), ours), own.encode(0, (), theirs)][order])
         assert slots_in_common(rows, own, ours) == [[b"s", b"s"]] * count
         assert len(slots_in_common(rows, own, theirs)) == count
+
+
+@pytest.mark.parametrize("num_groups", [1, 17])
+@pytest.mark.parametrize("function", ["", "step"])
+def test_an_alarm_tells_who_comes_no_more_to_a_group(num_groups: int, function: str) -> None:
+    sent = {f"group {number}": 2 for number in range(num_groups)}
+    alarm = Alarm.decode(3, 0, Alarm(0, 3, function, "", sent).encode())
+
+    assert not alarm.comes_to("another", 1, has_met=False)
+    is_told = num_groups == 1 or not function  # else it ends more runs than it had to
+    assert alarm.comes_to("group 0", 2, has_met=True) == is_told

@@ -2,6 +2,7 @@
 
 import asyncio
 import warnings
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,81 @@ async def test_a_member_that_leaves_by_an_exception_is_told_of_with_it() -> None
     _, error = await outcomes(strategies(2, 2), [program] * 2)
     assert isinstance(error, WorkerLostError)
     assert "OSError: disk full" in str(error)
+
+
+@pytest.mark.parametrize("is_in_group", [False, True])
+async def test_who_leaves_by_an_exception_before_the_first_exchange_is_told_of_with_it(
+    is_in_group: bool,
+) -> None:
+    async def step() -> None:
+        await (column() if is_in_group else me()).all_reduce("sum", 1)
+
+    async def program(strategy: Strategy) -> Any:
+        if rank_of(strategy) == 0:
+            raise OSError("disk full")
+        await strategy.run(step)
+
+    made = strategies(2, 2)
+    _, error = await outcomes(made, [program] * 2)
+    assert isinstance(error, WorkerLostError)
+    assert error.ranks == (0,)
+    assert "OSError: disk full" in str(error)
+    assert made[0]._runtime.workers is not None
+    assert made[0]._runtime.workers.left_by is None
+
+
+SUBSETS = [(0, *some) for n in (1, 2, 3) for some in combinations(range(1, 6), n)]
+
+
+async def test_a_worker_of_many_groups_that_leaves_is_told_of_in_one_that_it_never_came_to() -> (
+    None
+):
+    """An alarm has no room for the counts of more than 16 groups."""
+
+    async def step(all_ids: list[tuple[int, ...]]) -> None:
+        for ids in all_ids:
+            if me().replica_id_in_sync_group in ids:
+                await me().group(ids).all_reduce("sum", 1)
+
+    async def program(strategy: Strategy) -> Any:
+        await strategy.run(step, (SUBSETS[:-1],))
+        if rank_of(strategy) in SUBSETS[-1][1:]:
+            await strategy.run(step, (SUBSETS[-1:],))
+
+    results = await outcomes(strategies(6, 1), [program] * 6)
+    assert results[:3] == [None] * 3
+    for error in results[3:]:
+        assert isinstance(error, WorkerLostError)
+        assert error.ranks[0] == 0
+        assert "has closed its strategy" in str(error)
+
+
+async def test_who_closes_and_waits_too_long_for_the_last_step_of_others_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_run, "CLOSING_S", 1e-3)
+    is_over = asyncio.Event()
+
+    async def step(rank: int) -> None:
+        await me().barrier()
+        if rank != 2:
+            await is_over.wait()
+            await me().group([0, 1]).all_reduce("sum", 1)
+
+    async def program(strategy: Strategy) -> None:
+        await strategy.run(step, (rank_of(strategy),))
+
+    made = strategies(3, 1)
+    workers = made[2]._runtime.workers
+    assert workers is not None
+    break_off = workers.break_off
+    monkeypatch.setattr(workers, "break_off", lambda error: (break_off(error), is_over.set()))
+    *others, last = await outcomes(made, [program] * 3)
+    assert last is None
+    for error in others:
+        assert isinstance(error, WorkerLostError)
+        assert "did not come to close their strategies within 0.001 s" in str(error)
+        assert "set a timeout that is longer" in str(error)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
