@@ -95,14 +95,40 @@ def workers_closed_error(
     return WorkerLostError(text, ranks=others)
 
 
-def broken_error(error: BaseException, label: str, rank: int) -> WorkerLostError:
-    """Build the error of a worker that cannot send anything any more, because of another error."""
+def broken_error(
+    error: BaseException, label: str, rank: int, *, can_shrink: bool
+) -> WorkerLostError:
+    """Build the error of a worker that cannot send anything any more, because of another error.
+
+    Args:
+        error: The other one.
+        label: Names its strategy.
+        rank: The number of this worker.
+        can_shrink: Whether a worker was lost, so that the others may go on without it.
+    """
+    text = f"{label} of worker {rank} cannot meet the other workers any more: {error}"
+    instead = (
+        "; or go on without the lost one by `await strategy.shrink()`, where the engine can"
+        if can_shrink
+        else ""
+    )
     return WorkerLostError(
-        f"{label} of worker {rank} cannot meet the other workers any more: {error} Start all "
-        "workers again, from the newest checkpoint; or go on without the lost one by `await "
-        "strategy.shrink()`, where the engine can.",
+        f"{text} Start all workers again, from the newest checkpoint{instead}.",
         ranks=getattr(error, "ranks", ()),
     )
+
+
+def no_loss_error(error: BaseException | None, label: str, rank: int) -> ContextError:
+    """Build the error of `shrink` where no worker was lost, but others may have left it."""
+    text = f"{label} of worker {rank} has lost no worker, so there is nothing to shrink."
+    if error is not None:
+        text += f" {error} Start all workers again, from the newest checkpoint."
+    return ContextError(text)
+
+
+def closed_meanwhile_error(label: str, what: str) -> ContextError:
+    """Build the error of what waited for others, or for runs before, when its strategy closed."""
+    return ContextError(f"{label} was closed while {what} waited, for the runs before or others.")
 
 
 def cause_of(error: BaseException) -> str:

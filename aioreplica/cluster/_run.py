@@ -475,9 +475,13 @@ async def take_leave(workers: Workers) -> None:
     communicator = workers._communicator
     if workers._broken is not None or communicator is None:
         return
-    late = TimeoutError("The other workers did not come to close their strategies.")
-    loop = asyncio.get_running_loop()
-    timer = loop.call_later(communicator.timeout or CLOSING_S, workers.break_off, late)
+    limit_s = communicator.timeout or CLOSING_S
+    late = TimeoutError(
+        f"The other workers did not come to close their strategies within {limit_s:g} s. If they "
+        "have steps left that this one has no part in, let all meet behind them, or set a timeout "
+        "that is longer."
+    )
+    timer = asyncio.get_running_loop().call_later(limit_s, workers.break_off, late)
     run = WorkersRun(workers, "-", None)
     try:
         left_by = workers.left_by

@@ -31,7 +31,15 @@ from ._communicator import Communicator
 from ._engine import SMALL_BYTES
 from ._exchange import Exchange
 from ._frame import Alarm, Closed, FrameKind, digest_of
-from ._rows import broken_error, cause_of_interrupt, greet, workers_closed_error
+from ._rows import (
+    broken_error,
+    cause_of,
+    cause_of_interrupt,
+    closed_meanwhile_error,
+    greet,
+    no_loss_error,
+    workers_closed_error,
+)
 from ._run import (
     OpenTurn,
     WorkersRun,
@@ -63,10 +71,6 @@ class Workers:
 
     Attributes:
         is_new: The same, until it has come to `grow` too.
-        outer: The same.
-        ranks: The same.
-        key: The same.
-        label: The same.
         groups: Those of some replicas of several workers.
         num_sent: Number of frames that this worker has sent.
         queue: Exchanges that have begun or wait for those before, the first one under way.
@@ -144,23 +148,14 @@ class Workers:
             step: Number of the step, for errors.
 
         Raises:
-            ContextError: If the run in progress waits for the caller, or others have started this
-                worker, and it did not come to `grow`.
+            ContextError: If the run in progress waits for the caller, others have started this
+                worker and it did not come to `grow`, or the strategy is closed meanwhile.
 
         Cancellation:
             Tells the other workers, once the run has begun.
         """
-        require_runnable(self, function)
         self.raise_if_broken()
-        require_not_awaited(self._running, function)
-        if self._queue_of_runs is None:
-            self._queue_of_runs = asyncio.Lock()
-        num_closed = self._num_closed
-        async with self._queue_of_runs:
-            if self._num_closed != num_closed:
-                raise ContextError(
-                    f"{self.label} was closed while {function} waited for the runs before."
-                )
+        async with self._behind_runs(function):
             self.raise_if_broken()
             self._running = run = WorkersRun(self, function, step)
             try:
@@ -173,13 +168,21 @@ class Workers:
                 self._running = None
 
     @asynccontextmanager
-    async def operation(self, what: str, signature: str) -> AsyncIterator[Turn]:
-        """Give a turn outside the steps: a run of its own, or in a merge function its turn.
+    async def _behind_runs(self, what: str) -> AsyncIterator[None]:
+        """Wait for the runs before, and let those behind wait meanwhile."""
+        require_runnable(self, what)
+        require_not_awaited(self._running, what)
+        if self._queue_of_runs is None:
+            self._queue_of_runs = asyncio.Lock()
+        num_closed = self._num_closed
+        async with self._queue_of_runs:
+            if self._num_closed != num_closed:
+                raise closed_meanwhile_error(self.label, what)
+            yield
 
-        Args:
-            what: Names the operation, such as "reduce".
-            signature: What has to be equal on all workers.
-        """
+    @asynccontextmanager
+    async def operation(self, what: str, signature: str) -> AsyncIterator[Turn]:
+        """Give a turn outside the steps: a run of its own, or in a merge function its turn."""
         merging = self.merging
         if merging is not None and PLACE.get().in_merge:
             async with merging.inner(what, signature) as inner:
@@ -192,14 +195,7 @@ class Workers:
     async def aggregate(
         self, what: str, name: str, aggregation: VariableAggregation, arrays: Sequence[object]
     ) -> Any:
-        """Combine a variable's components, or values for them, as its aggregation says.
-
-        Args:
-            what: Names the operation.
-            name: Of the variable.
-            aggregation: "sum", "mean" or "only_first_replica".
-            arrays: One array or IndexedSlices per replica of this worker.
-        """
+        """Combine a variable's components, or values for them, as its aggregation says."""
         operation = partial(self.operation, what, f"{name!r} {aggregation.value}")
         return await aggregated(operation, aggregation, arrays)
 
@@ -254,9 +250,16 @@ class Workers:
         Raises:
             WorkerLostError: If not.
         """
-        error = (self.outer or self)._broken
-        if error is not None:
-            raise broken_error(error, self.label, self.ranks[self.rank]) from error
+        outer = self.outer or self
+        if (error := outer._broken) is not None:
+            rank = self.ranks[self.rank]
+            raise broken_error(error, self.label, rank, can_shrink=outer._has_lost) from error
+
+    @property
+    def _has_lost(self) -> bool:
+        """True if workers may be left that have not closed, after a failure."""
+        communicator = self._communicator
+        return communicator is not None and communicator.has_failed and not communicator.is_closed
 
     def agreed(self, num_bytes: int) -> None:
         """Learn how many bytes of arrays an exchange had, on which all workers have agreed.
@@ -277,12 +280,7 @@ class Workers:
         self._needed: deque[int] = deque(maxlen=ROOM_MEMORY)
 
     async def connect(self) -> Communicator:
-        """Connect, and meet the other workers for the first time.
-
-        Raises:
-            ValueError: If they have not as many replicas each.
-            Exception: As `ar.cluster.connect`.
-        """
+        """Connect, and meet the other workers for the first time, who have as many replicas."""
         communicator = await self.reach()
         if not self._has_greeted:
             self._has_greeted = True
@@ -300,52 +298,33 @@ class Workers:
     # ---- going on with fewer, or with more ------------------------------------------------
 
     async def shrink(self) -> None:
-        """Go on with the workers that are left; all of them have to call this.
+        """Go on with the workers that are left; see `MultiWorkerMirroredStrategy.shrink`.
 
         Waits for the run in progress to end. Ranks keep their order and close up.
-
-        Raises:
-            ContextError: If no worker was lost, the engine cannot go on without one, or the run in
-                progress waits for the caller.
-            StallError: If not all workers that are left came before the timeout.
-            WorkerLostError: If another worker was lost meanwhile, or it is this one that is gone.
         """
-        require_not_awaited(self._running, "shrink")
-        if self._queue_of_runs is None:
-            self._queue_of_runs = asyncio.Lock()
-        async with self._queue_of_runs:
+        async with self._behind_runs("shrink"):
             last, communicator = self.before(), self._communicator
             if last is not None:
                 await last.over()
+            if communicator is not None and communicator.is_closed:  # as this was cancelled before
+                self.raise_if_broken()
             if communicator is None or not communicator.has_failed:
-                raise ContextError(
-                    f"{self.label} of worker {self.rank} has lost no worker, so there is nothing "
-                    f"to shrink. {self._broken or ''}".rstrip()
-                )
-            await self._go_on(communicator)
+                raise no_loss_error(self._broken, self.label, self.rank)
+            await self._go_on(communicator, "shrink")
 
     async def grow(self, num_new: int) -> None:
-        """Go on with so many more workers; all of them have to call this.
+        """Go on with so many more workers; see `MultiWorkerMirroredStrategy.grow`.
 
         Waits for the runs before to end. Ranks stay, the new ones come behind.
-
-        Raises:
-            ContextError: If the engine cannot start workers, or as `run`.
-            MergeMismatchError: If the workers do not all ask for as many.
-            StallError: If a worker did not come before the timeout.
-            WorkerLostError: If a worker was lost meanwhile.
-
-        Cancellation:
-            Tells the others, as that of a run; once they have agreed, leaves them for good.
         """
         async with self.run("grow") as run:
             with run.turn("grow", f"{self.num_workers} + {num_new}", 1) as turn:
                 await turn.exchange(b"", no_data)
-            await self._go_on(await self.connect(), num_new)
+            await self._go_on(await self.connect(), "grow", num_new)
 
-    async def _go_on(self, before: Communicator, num_new: int = 0) -> None:
+    async def _go_on(self, before: Communicator, what: str, num_new: int = 0) -> None:
         """Go on with those who are left, or with so many new ones."""
-        async with self.leaving_if_cancelled():
+        async with self.leaving_if_cancelled(what):
             after = self._communicator = await before._resized(num_new)
             self.rank, self.num_workers = after.rank, after.size
             self._broken = None
@@ -358,15 +337,29 @@ class Workers:
                 await before.aclose()
 
     @asynccontextmanager
-    async def leaving_if_cancelled(self) -> AsyncIterator[None]:
-        """Leave the others for good if cancelled in what they could not be told of otherwise."""
+    async def leaving_if_cancelled(self, what: str) -> AsyncIterator[None]:
+        """Leave the others for good if cancelled in what they could not be told of otherwise.
+
+        Raises:
+            ContextError: If the strategy is closed meanwhile.
+        """
+        num_closed, self._resizing = self._num_closed, asyncio.current_task()
+        task = self._resizing
+        assert task is not None  # a task runs this
+        num_cancels = task.cancelling()
         try:
             yield
-        except asyncio.CancelledError as error:
-            self._broken = error
-            assert self._communicator is not None  # which is about to change, or has
-            await self._communicator.aclose()
+        except asyncio.CancelledError:
+            if self._num_closed != num_closed and task.uncancel() <= num_cancels:
+                if self._running is not None:
+                    self._running.is_over = True  # the others are told by the close
+                raise closed_meanwhile_error(self.label, what) from None
+            if self._communicator is not None:  # else it was closed
+                self._broken = ContextError(f"{what} was cancelled here, which left the others.")
+                await self._communicator.aclose()
             raise
+        finally:
+            self._resizing = None
 
     # ---- closing -------------------------------------------------------------------------
 
@@ -377,10 +370,15 @@ class Workers:
             Raised again once the communicator is closed.
         """
         self._num_closed += 1
+        if self._resizing is not None and self._resizing is not asyncio.current_task():
+            self._resizing.cancel()
         if is_ctrl_c():
             self.abandon()
         if not self.queue and self._communicator is None and self._broken is None:
+            left_by, self.left_by = self.left_by, None
             if self._given is not None and not self._given.is_closed:  # the others may wait
+                if left_by is not None:
+                    self._given.abort(f"it has left its strategy by {cause_of(left_by)}")
                 self.groups.leave(self._given, "")
                 await self._given.aclose()
             return
@@ -561,11 +559,7 @@ class Groups:
         return bool(last)
 
     async def settle(self, communicator: Communicator) -> None:
-        """See to it that all members of each group have sent as many frames, at the end of a run.
-
-        Args:
-            communicator: Of all workers, who all do this.
-        """
+        """See to it that all members of each group have sent as many frames, as a run has ended."""
         self._is_ending = True
         try:
             groups = tuple(self._of.items())  # a device thread may make another

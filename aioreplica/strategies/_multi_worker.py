@@ -121,8 +121,8 @@ class MultiWorkerMirroredStrategy(Strategy):
                 None leaves the state to you: restore a checkpoint next.
 
         Raises:
-            ContextError: If no worker was lost, the engine cannot go on without one, or this is
-                called in a step.
+            ContextError: If no worker was lost, the engine cannot go on without one, this is called
+                in a step or a merge function, or the strategy was closed meanwhile.
             WorkerLostError: If another worker was lost meanwhile: call it again. Or if it is this
                 one that the others have lost.
             StallError: If not all workers that are left came before the timeout. To call it again
@@ -140,7 +140,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             raise TypeError(f"shrink takes an ar.checkpoint.Savepoint or None, got {savepoint!r}.")
         workers = self._between_steps("shrink")
         await workers.shrink()
-        async with workers.leaving_if_cancelled():
+        async with workers.leaving_if_cancelled("shrink"):
             await self._resized(workers, savepoint, "shrink")
 
     async def grow(self, num_workers: int, savepoint: Savepoint) -> None:
@@ -198,7 +198,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             await workers.grow(num_new)
         else:
             return
-        async with workers.leaving_if_cancelled():
+        async with workers.leaving_if_cancelled("grow"):
             await self._resized(workers, savepoint, "grow")
 
     def _between_steps(self, what: str) -> Workers:
@@ -216,6 +216,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     async def _resized(self, workers: Workers, savepoint: Savepoint | None, what: str) -> None:
         """Make the state, loops and numbers those of a group that has changed."""
         runtime = self._runtime
+        runtime.open()  # it may have been closed meanwhile
         if self.cluster_resolver is not None:
             self._resolver = ClusterResolver(
                 task_id=workers.rank, num_workers=workers.num_workers, source=CHANGED

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
-from aioreplica.cluster import LocalCommunicator
+from aioreplica.cluster import LocalCommunicator, _run
 from aioreplica.devices import lane_table
 from aioreplica.errors import ContextError, StallError, WorkerLostError
 from aioreplica.strategies import MultiWorkerMirroredStrategy as Strategy

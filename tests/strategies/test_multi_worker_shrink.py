@@ -13,6 +13,7 @@ from aioreplica.checkpoint import Savepoint
 from aioreplica.cluster import LocalCommunicator
 from aioreplica.errors import CheckpointError, ContextError, StallError, WorkerLostError
 from aioreplica.strategies import MultiWorkerMirroredStrategy
+from tests.sequencer import idle
 from tests.strategies.workers import communicator_of, outcomes, strategies
 
 Strategy = MultiWorkerMirroredStrategy
@@ -336,6 +337,15 @@ async def test_bad_calls_change_nothing() -> None:
 
         with pytest.raises(ContextError, match="shrink is a cross-replica method"):
             await strategy.run(step)
+
+        async def merge(_: Any) -> None:
+            with pytest.raises(ContextError, match="shrink was to run in a merge function"):
+                await strategy.shrink()
+
+        async def merging() -> None:
+            await me().merge_call(merge)
+
+        await strategy.run(merging)
         return True
 
     assert await outcomes(strategies(1, 1), [program]) == [True]
@@ -501,3 +511,87 @@ async def test_a_survivor_that_closes_is_not_waited_for() -> None:
 
     results = await outcomes(strategies(3, 1), [program] * 3)
     assert results == [1, None, None]
+
+
+@pytest.mark.asyncio
+async def test_a_survivor_that_closes_while_it_waits_in_shrink_leaves_it_to_the_others() -> None:
+    all_ready, has_closed = asyncio.Barrier(3), asyncio.Event()
+
+    async def program(strategy: Strategy) -> Any:
+        rank = communicator_of(strategy).rank
+        await strategy.run(count)
+        await all_ready.wait()
+        if rank == 2:
+            lose(strategy)
+            return None
+        with pytest.raises(WorkerLostError):
+            await strategy.run(count)
+        if rank == 0:
+            shrinking = asyncio.ensure_future(strategy.shrink())
+            await idle()
+            await strategy.aclose()
+            has_closed.set()
+            with pytest.raises(ContextError, match="was closed while shrink waited"):
+                await shrinking
+            assert strategy._runtime.workers is not None
+            return strategy._runtime.workers.is_broken
+        await has_closed.wait()
+        await strategy.shrink()
+        return strategy.local_results(await strategy.run(count))
+
+    assert await outcomes(strategies(3, 1), [program] * 3) == [False, (1,), None]
+
+
+@pytest.mark.asyncio
+async def test_after_a_cancelled_shrink_errors_say_so_and_do_not_advise_it() -> None:
+    all_ready, is_over = asyncio.Barrier(3), asyncio.Event()
+
+    async def program(strategy: Strategy) -> Any:
+        rank = communicator_of(strategy).rank
+        await strategy.run(count)
+        await all_ready.wait()
+        if rank == 2:
+            lose(strategy)
+            return None
+        with pytest.raises(WorkerLostError):
+            await strategy.run(count)
+        with pytest.raises(WorkerLostError, match=r"await strategy\.shrink\(\)"):
+            await strategy.run(count)
+        if rank == 1:
+            await is_over.wait()
+            return None
+        shrinking = asyncio.ensure_future(strategy.shrink())
+        await idle()
+        shrinking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await shrinking
+        with pytest.raises(WorkerLostError, match="shrink was cancelled here") as caught:
+            await strategy.run(count)
+        assert "strategy.shrink()" not in str(caught.value)
+        with pytest.raises(WorkerLostError, match="shrink was cancelled here"):
+            await strategy.shrink()
+        is_over.set()
+        return None
+
+    assert await outcomes(strategies(3, 1), [program] * 3) == [None] * 3
+
+
+@pytest.mark.asyncio
+async def test_shrink_is_not_advised_where_a_worker_has_left_by_an_exception() -> None:
+    """It works, as far as the engine knows; all start again."""
+
+    async def program(strategy: Strategy) -> Any:
+        await strategy.run(count)
+        if communicator_of(strategy).rank:
+            raise OSError("disk full")
+        with pytest.raises(WorkerLostError, match="OSError: disk full"):
+            await strategy.run(count)
+        with pytest.raises(WorkerLostError, match="from the newest checkpoint") as caught:
+            await strategy.run(count)
+        assert "strategy.shrink()" not in str(caught.value)
+        with pytest.raises(ContextError, match=r"lost no worker.*disk full.*newest checkpoint"):
+            await strategy.shrink()
+
+    first, second = await outcomes(strategies(2, 1), [program] * 2)
+    assert first is None
+    assert isinstance(second, OSError)
