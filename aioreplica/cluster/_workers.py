@@ -343,10 +343,9 @@ class Workers:
         Raises:
             ContextError: If the strategy is closed meanwhile.
         """
-        num_closed, self._resizing = self._num_closed, asyncio.current_task()
-        task = self._resizing
+        num_closed, task = self._num_closed, asyncio.current_task()
         assert task is not None  # a task runs this
-        num_cancels = task.cancelling()
+        self._resizing, num_cancels = task, task.cancelling()
         try:
             yield
         except asyncio.CancelledError:
@@ -372,6 +371,7 @@ class Workers:
         self._num_closed += 1
         if self._resizing is not None and self._resizing is not asyncio.current_task():
             self._resizing.cancel()
+            self._broken = ContextError("It was closed.")  # no goodbye, which none comes to
         if is_ctrl_c():
             self.abandon()
         if not self.queue and self._communicator is None and self._broken is None:

@@ -173,8 +173,9 @@ async def test_workers_that_cannot_be_started_are_an_error_and_the_group_works_o
             strategy = Strategy(communicator)
         async with strategy:
             said = "Worker 2 could not be started: OSError" if spawns else "cannot start workers"
+            held = kept_of(strategy)  # the variable too: a collector may take it on one of them
             with pytest.raises(ContextError, match=said):
-                await strategy.grow(3, kept_of(strategy)[1])
+                await strategy.grow(3, held[1])
             return strategy.local_results(await strategy.run(count))
 
     group = LocalCommunicator.group(2, spawn=fails if spawns else None)
@@ -367,6 +368,44 @@ async def test_an_interrupt_while_a_worker_is_started_leaves_nobody_waiting() ->
     async with strategies[0], strategies[1]:
         assert await asyncio.gather(*map(program, strategies)) == [1, 1]
     assert [type(each) for each in said] == [Interrupt]
+
+
+@pytest.mark.asyncio
+async def test_who_closes_while_it_waits_in_grow_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Worker 1 is closed while it waits for worker 0, which goes on with the new one."""
+    resized, has_closed = LocalCommunicator._resized, asyncio.Event()
+    has_come = asyncio.Event()
+
+    async def waits(communicator: LocalCommunicator, num_new: int) -> Any:
+        if communicator.rank == 0:
+            await has_closed.wait()
+        else:
+            has_come.set()
+        return await resized(communicator, num_new)
+
+    monkeypatch.setattr(LocalCommunicator, "_resized", waits)
+
+    async def program(strategy: Strategy) -> Any:
+        _, kept = kept_of(strategy)
+        if strategy._runtime.workers is not None and rank_of(strategy) == 1:
+            growing = asyncio.ensure_future(strategy.grow(3, kept))
+            await has_come.wait()
+            await strategy.aclose()
+            with pytest.raises(ContextError, match="was closed while grow waited"):
+                await growing
+            has_closed.set()
+            return "left"
+        await strategy.grow(3, kept)
+        return strategy.local_results(await strategy.run(count))
+
+    async def newcomer(strategy: Strategy) -> Any:
+        _, kept = kept_of(strategy)
+        await strategy.grow(3, kept)
+        return strategy.local_results(await strategy.run(count))
+
+    assert await outcomes_of_all(2, program, newcomer=newcomer) == [(2,), "left", (2,)]
 
 
 @pytest.mark.asyncio
