@@ -430,7 +430,7 @@ class Groups:
             self.listen(given)
 
     def __iter__(self) -> Iterator[Workers]:
-        return iter(tuple(self._of.values()))
+        return iter(list(self._of.values()))  # a device thread may make another
 
     def workers_of(self, ids: tuple[int, ...]) -> Workers:
         """Return the workers of a group; made at the first use.
@@ -562,7 +562,7 @@ class Groups:
         """See to it that all members of each group have sent as many frames, as a run has ended."""
         self._is_ending = True
         try:
-            groups = tuple(self._of.items())  # a device thread may make another
+            groups = list(self._of.items())
             own = {json.dumps(ids): workers.num_sent for ids, workers in groups}
             told = await gather_bytes(communicator, json.dumps(own).encode())
         finally:

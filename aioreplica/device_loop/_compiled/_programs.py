@@ -50,7 +50,7 @@ class CompiledSteps:
     @property
     def num_compiled(self) -> int:
         """Number of programs compiled so far."""
-        return self._num_gone + sum(each.num_compiled for each in tuple(self._found.values()))
+        return self._num_gone + sum(each.num_compiled for each in list(self._found.values()))
 
     def arrays(self, part: object) -> list[Array]:
         """Return the arrays of one replica's part of an element.
@@ -125,7 +125,7 @@ class CompiledSteps:
 
     def _forget(self, own: object) -> None:
         """Let go of the programs of a step function that is gone, and with it its variables."""
-        for key in [key for key in tuple(self._found) if key[0] == own]:
+        for key in [key for key in list(self._found) if key[0] == own]:
             self._num_gone += self._found.pop(key).num_compiled
 
     def trial(self, program: StepProgram, size: int) -> Trial:

@@ -112,7 +112,7 @@ class ClosureContext:
         """
         kept: _Pulled = self.worker.once(self.closure.strategy_id, "values", _Pulled)
         known = kept.of_epoch(self._stamp.epoch)
-        held: dict[Key, tuple[int, Array | None]] = {}  # other closures may change what is known
+        held: dict[Key, tuple[int, Any]] = {}  # other closures may change what is known
         requests: dict[int, list[Pull]] = {}
         for variable, indices in (*((each, None) for each in wholes), *rows):
             for server, pulls in pulls_of(variable.spec, indices).items():
@@ -126,7 +126,6 @@ class ClosureContext:
                 version, value = answers[key]
                 if value is None:  # there is none newer than what was held
                     value = held[key][1]
-                    assert value is not None
                 elif version >= known.get(key, (-1, None))[0]:
                     known[key] = version, value
                 self._versions[key] = version
@@ -152,9 +151,8 @@ class ClosureContext:
 
     def _exchange(self, requests: dict[int, list[Pull]]) -> dict[Key, tuple[int, Array | None]]:
         self._require_running()
-        servers = self.closure.servers
+        servers, answers = self.closure.servers, dict[Key, tuple[int, Array | None]]()
         pending = [(servers[i].begin("pull", pulls), pulls) for i, pulls in requests.items()]
-        answers: dict[Key, tuple[int, Array | None]] = {}
         for finish, pulls in pending:
             answers.update(zip((pull.key for pull in pulls), finish(), strict=True))
         return answers

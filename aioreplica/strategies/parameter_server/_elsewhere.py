@@ -7,7 +7,7 @@ from typing import Any, final
 
 from ...values import Variable, VariableOptions
 from ._messages import Array, Key, SlotSpec
-from ._servers import LEASES, Servers
+from ._servers import LEASES, Servers, living
 from ._variables import ServedVariable, new_served, read_from, split_value
 
 
@@ -50,7 +50,7 @@ class Elsewhere:
 
     def leave_home(self) -> None:
         """Let go of the values that `bring_home` has brought."""
-        for variable in [*self._servers.living_variables(), *self._slots()]:
+        for variable in [*living(self._servers.variables), *self._slots()]:
             is_pending = (
                 variable.spec.slot is None and variable.spec.variable_id in self._servers.pending
             )

@@ -231,11 +231,10 @@ class Servers:
             if self.copies is not None and not self.copies.is_lost(server):
                 continue  # somebody could not reach it, but it is there
             if self._handles.pop(server, None) is not None:
-                for variable in self.living_variables():
+                for variable in living(self.variables):
                     places = {shard.server for shard in variable.spec.shards}
-                    number = variable.spec.variable_id
-                    if number not in self.pending and server in places:
-                        self.missing[number] = None
+                    if variable.spec.variable_id not in self.pending and server in places:
+                        self.missing[variable.spec.variable_id] = None
         return self.lost_error(error.ranks[0]) if error.ranks else error
 
     @property
@@ -257,18 +256,9 @@ class Servers:
     @property
     def lost_variables(self) -> tuple[ServedVariable, ...]:
         """The variables that were on lost servers and were not restored."""
-        lost = self._not_pending() if self.is_lost else self.missing
+        lost = numbers_of(self.variables) - self.pending.keys() if self.is_lost else self.missing
         alive = (self.variables.get(number) for number in sorted(lost))
         return tuple(v for v in alive if v is not None and v.spec.slot is None)
-
-    def living_variables(self) -> list[ServedVariable]:
-        """Return the variables that there are; others may die on any thread meanwhile."""
-        found = (each() for each in self.variables.valuerefs())
-        return [variable for variable in found if variable is not None]
-
-    def _not_pending(self) -> set[int]:
-        numbers = {variable.spec.variable_id for variable in self.living_variables()}
-        return numbers - self.pending.keys()
 
     def lost_error(self, server: int = 0) -> WorkerLostError:
         """Say what was lost with a server, or with the cluster."""
@@ -315,7 +305,7 @@ class Servers:
 
     def give_up(self) -> None:
         """Take the cluster and all it holds for lost, until `go_back`."""
-        self.missing |= dict.fromkeys(sorted(self._not_pending()))
+        self.missing |= dict.fromkeys(sorted(numbers_of(self.variables) - self.pending.keys()))
         self._is_left = True
 
     async def reopen(self, engine: ClosureEngine) -> None:
@@ -402,6 +392,17 @@ class Servers:
 
     def __repr__(self) -> str:
         return f"<Servers | {self.num_servers} servers, {len(self.lost_variables)} variables lost>"
+
+
+def living(variables: WeakValueDictionary[int, ServedVariable]) -> list[ServedVariable]:
+    """Return the variables that there are; others may die on any thread meanwhile."""
+    found = (each() for each in variables.valuerefs())
+    return [variable for variable in found if variable is not None]
+
+
+def numbers_of(variables: WeakValueDictionary[int, ServedVariable]) -> set[int]:
+    """Return the numbers of the variables that there are."""
+    return {variable.spec.variable_id for variable in living(variables)}
 
 
 @final
