@@ -360,13 +360,13 @@ async def test_an_interrupt_while_a_worker_is_started_leaves_nobody_waiting() ->
         strategies = [Strategy(each) for each in LocalCommunicator.group(2, spawn=start)]
 
     async def program(strategy: Strategy) -> Any:
-        _, savepoint = kept_of(strategy)
-        with pytest.raises(ContextError, match="could not be started: Interrupt"):
-            await strategy.grow(3, savepoint)
+        async with strategy:  # they close together
+            _, savepoint = kept_of(strategy)
+            with pytest.raises(ContextError, match="could not be started: Interrupt"):
+                await strategy.grow(3, savepoint)
         return 1
 
-    async with strategies[0], strategies[1]:
-        assert await asyncio.gather(*map(program, strategies)) == [1, 1]
+    assert await asyncio.gather(*map(program, strategies)) == [1, 1]
     assert [type(each) for each in said] == [Interrupt]
 
 
