@@ -25,6 +25,7 @@ def test_it_compares_with_programs_by_hand(tmp_path: Path) -> None:
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
     assert {row["against"] for row in rows} == {
         "lax.scan by hand", "jit, a call per step", "without readers",
+        "a task that sleeps as often",
     }  # fmt: skip
     assert {row["num_replicas"] for row in rows} == {1, 2}
     assert {row["name"] for row in rows if row["against"] == "lax.scan by hand"} == {

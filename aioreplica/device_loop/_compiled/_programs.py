@@ -112,8 +112,7 @@ class CompiledSteps:
             reference = _reference_to(fn, lambda _: self._forget(own))
             found = StepProgram(reference, self._strategy, self._devices, element[0], spec, initial)
             if len(self._found) == MAX_PROGRAMS:
-                old = self._found.pop(next(iter(self._found)))
-                self._num_gone += old.num_compiled
+                self._drop(next(iter(list(self._found))))
         self._found[key] = found
         return found
 
@@ -126,7 +125,13 @@ class CompiledSteps:
     def _forget(self, own: object) -> None:
         """Let go of the programs of a step function that is gone, and with it its variables."""
         for key in [key for key in list(self._found) if key[0] == own]:
-            self._num_gone += self._found.pop(key).num_compiled
+            self._drop(key)
+
+    def _drop(self, key: tuple[object, ...]) -> None:
+        """Let go of the programs under a key, unless another thread has."""
+        found = self._found.pop(key, None)
+        if found is not None:
+            self._num_gone += found.num_compiled
 
     def trial(self, program: StepProgram, size: int) -> Trial:
         """Return what knows how chunks of a size run faster."""
