@@ -27,8 +27,6 @@ from ._row import Row, Target, compared_row
 MLP = (784, 128, 10)
 SMALL = (8, 16, 4)
 READ_S = 0.001
-NUM_WARM = 1
-"""Samples of ours before it knows which of its two ways is faster: each has eight chunks."""
 
 NEAR = {"SGD": 1e-5, "Adam": 0.02}
 """How far weights may be apart behind one chunk, in units of the largest: SGD's were equal in every
@@ -102,10 +100,6 @@ async def _measure_case(
         await ours.sample(1)
         await scan.sample(1)
         _require_equal(case.name, NEAR[case.optimizer], ours.weights, scan.weights)
-        for _ in range(NUM_WARM):
-            await ours.sample()
-            await scan.sample()
-            await calls.sample()
         contenders = {"ours": ours.sample, "scan": scan.sample, "calls": calls.sample}
         found = await take_turns(contenders, num_rounds=num_rounds)
         beside = {

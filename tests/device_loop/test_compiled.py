@@ -17,7 +17,7 @@ from tests.conftest import mirrored
 jax = pytest.importorskip("jax")
 
 from aioreplica.device_loop._compiled import CompiledSteps, _loop  # noqa: E402
-from aioreplica.device_loop._compiled._program import StepProgram, Trial  # noqa: E402
+from aioreplica.device_loop._compiled._program import StepProgram  # noqa: E402
 from tests.device_loop.compiled_steps import adam, elements, ended, model  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio, pytest.mark.slow]
@@ -51,11 +51,8 @@ async def test_it_trains_like_the_eager_step(strategy: ar.Strategy) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 64, 70])
-async def test_a_scan_and_single_calls_have_the_same_bits(pair: ar.Strategy, count: int) -> None:
-    found = []
-    for scans in (True, False, True):
-        with mock.patch.object(Trial, "prefers_scan", return_value=scans):
-            found.append(await ended(pair, count, compile="jax"))
+async def test_one_call_and_single_steps_have_the_same_bits(pair: ar.Strategy, count: int) -> None:
+    found = [await ended(pair, count, compile="jax", every=every) for every in (None, 1, 3, None)]
 
     for other in found[1:]:
         np.testing.assert_array_equal(other[0], found[0][0])
@@ -78,12 +75,11 @@ async def test_any_split_into_calls_has_the_same_bits(
 ) -> None:
     found = set()
     async with mirrored(num_replicas) as strategy:
-        for scans, counts in ((True, [32]), (True, [5, 1, 26]), (False, [16, 16])):
+        for counts in ([32], [5, 1, 2, 24], [16, 16]):
             w, made, step = model(strategy, optimizer)
             iterator = iter(elements(strategy, 32))
-            with mock.patch.object(Trial, "prefers_scan", return_value=scans):
-                for count in counts:
-                    await strategy.run_steps(step, iterator, count, compile="jax")
+            for count in counts:
+                await strategy.run_steps(step, iterator, count, compile="jax")
             found.add(w.value.tobytes())
             assert (w.version, int(made.iterations.value)) == (32, 32)
 
@@ -150,16 +146,14 @@ async def test_a_step_that_is_not_finite_ends_the_run_before_it(gang: ar.Strateg
     assert left.steps_run == 2  # the element of the failed step went back
 
 
-@pytest.mark.parametrize("scans", [True, False])
 async def test_a_slot_that_overflows_ends_the_run_though_values_are_finite(
-    pair: ar.Strategy, scans: bool
+    pair: ar.Strategy,
 ) -> None:
     w, optimizer, step = model(pair, adam)
     batches = elements(pair, 5)
     batches[3][0].values[1][:] *= np.float32(1e18)  # the gradient is 1e36, and finite
 
     with (
-        mock.patch.object(Trial, "prefers_scan", return_value=scans),
         pytest.raises(NonFiniteError, match=r"An update.* is not finite in step 3"),
     ):
         await pair.run_steps(step, iter(batches), 5, compile="jax")
@@ -172,10 +166,9 @@ def clipped(w: Any) -> Any:
     return np.clip(w, -1, 1)
 
 
-@pytest.mark.parametrize("scans", [True, False])
 @pytest.mark.parametrize("bound", ["constraint", "assign", "other optimizer"])
 async def test_what_is_not_finite_ends_the_run_though_the_step_bounds_it(
-    pair: ar.Strategy, bound: str, scans: bool
+    pair: ar.Strategy, bound: str
 ) -> None:
     async def left(**options: Any) -> tuple[Any, ...]:
         with pair.scope():
@@ -195,7 +188,6 @@ async def test_what_is_not_finite_ends_the_run_though_the_step_bounds_it(
         values = [np.float32([np.inf if i == 2 else 0.1, 0.1]) for i in range(5)]
         batches = [(ar.PerReplica([x] * 2),) for x in values]
         with (
-            mock.patch.object(Trial, "prefers_scan", return_value=scans),
             pytest.raises(NonFiniteError, match="The gradient of"),
         ):
             await pair.run_steps(step, iter(batches), 5, **options)
@@ -245,10 +237,7 @@ async def test_steps_are_skipped_and_the_loss_scale_follows(pair: ar.Strategy) -
     assert found[0][1:] == found[1][1:] == (6, (6, 1, 16.0))
 
 
-@pytest.mark.parametrize("scans", [True, False])
-async def test_versions_count_the_updates_of_which_some_are_skipped(
-    pair: ar.Strategy, scans: bool
-) -> None:
+async def test_versions_count_the_updates_of_which_some_are_skipped(pair: ar.Strategy) -> None:
     found = []
     for options in ({}, {"compile": "jax", "every": 3}):
         with pair.scope():
@@ -264,18 +253,14 @@ async def test_versions_count_the_updates_of_which_some_are_skipped(
 
         values = [np.float32([1 if i == 2 else 0, 0]) for i in range(5)]
         batches = [(ar.PerReplica([x] * 2),) for x in values]
-        with mock.patch.object(Trial, "prefers_scan", return_value=scans):
-            await pair.run_steps(step, iter(batches), 5, **options)
+        await pair.run_steps(step, iter(batches), 5, **options)
         found.append([each.version for each in (w, *optimizer.settings.variables)])
 
     assert found[0] == found[1]
     assert found[0][:3] == [14, 9, 1]  # of the value, the iterations and the skipped steps
 
 
-@pytest.mark.parametrize("scans", [True, False])
-async def test_optimizers_that_share_a_loss_scale_count_a_step_once(
-    pair: ar.Strategy, scans: bool
-) -> None:
+async def test_optimizers_that_share_a_loss_scale_count_a_step_once(pair: ar.Strategy) -> None:
     found = []
     for options in ({}, {"compile": "jax", "every": 3}):
         with pair.scope():
@@ -291,8 +276,7 @@ async def test_optimizers_that_share_a_loss_scale_count_a_step_once(
         rows = [[1, 1], [1, 1], [np.inf, 1], [np.inf] * 2, [1, 1], [1, 1]]
         rows += [[1, np.inf], [np.inf, 1], [1, 1]]  # a step behind a skipped one counts
         batches = [(ar.PerReplica([np.float32(row)] * 2),) for row in rows]
-        with mock.patch.object(Trial, "prefers_scan", return_value=scans):
-            await pair.run_steps(step, iter(batches), 9, **options)
+        await pair.run_steps(step, iter(batches), 9, **options)
         state = (one, two, *scale.variables, first.iterations, second.iterations)
         found.append([(each.version, each.value.tolist()) for each in state])
 
@@ -406,7 +390,7 @@ def lock_of_programs() -> Lock:
 
 
 async def run_noted(strategy: ar.Strategy, note: Callable[[str, ar.Variable], None]) -> None:
-    """Run four chunks of two steps as scans; note when each begins and is waited for."""
+    """Run four chunks of two steps; note when each begins and is waited for."""
     w, _, step = model(strategy, adam)
     wait, compiled = jax.block_until_ready, StepProgram.compiled
 
@@ -424,7 +408,6 @@ async def run_noted(strategy: ar.Strategy, note: Callable[[str, ar.Variable], No
         return wait(arrays)
 
     with (
-        mock.patch.object(Trial, "prefers_scan", return_value=True),
         mock.patch.object(StepProgram, "compiled", find),
         mock.patch.object(jax, "block_until_ready", waited),
     ):
@@ -462,7 +445,6 @@ async def test_a_chunk_is_published_before_the_next_waits_for_another_program(
 
     remove = pair.observers.add(ar.telemetry.Observer(wait_began=waits))
     with (
-        mock.patch.object(Trial, "prefers_scan", return_value=True),
         mock.patch.object(_loop, "only_one", only_one),
     ):
         await pair.run_steps(step, iter(elements(pair, 6)), 6, compile="jax", every=2)
@@ -488,8 +470,7 @@ async def test_observers_of_chunks_are_told_while_no_program_runs(
     remove = pair.observers.add(
         ar.telemetry.Observer(**{kind: lambda _: held.append(lock_of_programs().locked())})
     )
-    with mock.patch.object(Trial, "prefers_scan", return_value=True):
-        await pair.run_steps(step, iter(elements(pair, 8)), 8, compile="jax", every=2)
+    await pair.run_steps(step, iter(elements(pair, 8)), 8, compile="jax", every=2)
     remove()
 
     assert len(held) >= 4  # of the chunks; the run has events, too
@@ -554,13 +535,12 @@ async def test_a_chunk_is_published_though_the_next_one_cannot_be_made_meanwhile
     w, _, step = model(pair, lambda: Limited(0.05) if fails == "prepare" else adam())
     iterator, make = iter(elements(pair, 8)), StepProgram.inputs
 
-    def inputs(self: StepProgram, elements: Any, size: int, first: int, seed: int) -> Any:
+    def inputs(self: StepProgram, chunk: Any, first: int, seed: int) -> Any:
         if fails == "inputs" and first == 4:
             raise KeyError(first)
-        return make(self, elements, size, first, seed)
+        return make(self, chunk, first, seed)
 
     with (
-        mock.patch.object(Trial, "prefers_scan", return_value=True),
         mock.patch.object(StepProgram, "inputs", inputs),
         pytest.raises(KeyError),
     ):

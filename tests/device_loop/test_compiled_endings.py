@@ -16,7 +16,7 @@ from tests.replica.gated import GatedOp, me, spawn
 
 jax = pytest.importorskip("jax")
 
-from aioreplica.device_loop._compiled._program import StepProgram, Trial  # noqa: E402
+from aioreplica.device_loop._compiled._program import StepProgram  # noqa: E402
 from aioreplica.strategies import _run_steps  # noqa: E402
 from tests.device_loop.compiled_steps import adam, elements, model  # noqa: E402
 
@@ -119,8 +119,7 @@ async def test_slots_that_a_restore_lets_go_are_made_anew(
     assert first is not second
 
 
-@pytest.mark.parametrize("scans", [True, False])
-async def test_a_program_that_runs_is_no_stall(pair: ar.Strategy, scans: bool) -> None:
+async def test_a_program_that_runs_is_no_stall(pair: ar.Strategy) -> None:
     _, _, step = model(pair, adam)
     wait, compiled, loop = jax.block_until_ready, StepProgram.compiled, asyncio.get_running_loop()
     moves: dict[str, list[bool]] = {"runs": [], "compiles": [], "waits": []}
@@ -152,7 +151,6 @@ async def test_a_program_that_runs_is_no_stall(pair: ar.Strategy, scans: bool) -
 
     remove = pair.observers.add(ar.telemetry.Observer(wait_began=waits))
     with (
-        mock.patch.object(Trial, "prefers_scan", return_value=scans),
         mock.patch.object(jax, "block_until_ready", waited),
         mock.patch.object(StepProgram, "compiled", compiles),
     ):
@@ -179,7 +177,6 @@ async def test_first_calls_at_the_same_time_share_what_is_compiled(pair: ar.Stra
 
     with (
         mock.patch.object(_run_steps, "_load_compiler", loads),
-        mock.patch.object(Trial, "prefers_scan", return_value=True),
     ):
         await asyncio.gather(run(), run())
 

@@ -1,7 +1,6 @@
 """Integers of 64 bits in compiled steps, which jax computes in 32: exact, or refused."""
 
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402 - jax may be missing
 
 from aioreplica.device_loop._compiled._narrow import require_32_bits  # noqa: E402
-from aioreplica.device_loop._compiled._program import Trial  # noqa: E402
 from aioreplica.device_loop._compiled._untraceable import only_recorded  # noqa: E402
 from tests.device_loop.compiled_steps import line_of, vectors  # noqa: E402
 
@@ -316,7 +314,6 @@ async def test_an_output_to_begin_with_that_becomes_a_float(pair: ar.Strategy) -
     assert result.last_step_outputs["n"].values == (2.0**39, 2.0**39)
 
 
-@pytest.mark.parametrize("scans", [True, False])
 @pytest.mark.parametrize(
     ("dtype", "begin", "change", "options", "at"),
     [
@@ -345,7 +342,7 @@ async def test_an_output_to_begin_with_that_becomes_a_float(pair: ar.Strategy) -
     ],
 )
 async def test_integers_that_pass_32_bits_end_the_run_before(
-    pair: ar.Strategy, dtype: Any, begin: int, change: Any, options: Any, at: int, scans: bool
+    pair: ar.Strategy, dtype: Any, begin: int, change: Any, options: Any, at: int
 ) -> None:
     how = {"trainable": False, "aggregation": "only_first_replica"}
     with pair.scope():
@@ -359,18 +356,17 @@ async def test_integers_that_pass_32_bits_end_the_run_before(
     ones = ar.PerReplica([np.array([0, 1], dtype)] * 2)
     limits = [ar.PerReplica([np.uint64(2**32 - 1) * (i % 2)] * 2) for i in range(6)]
     batches = [(ones, limit) for limit in limits]  # a jump by itself is none of its business
-    with mock.patch.object(Trial, "prefers_scan", return_value=scans):
-        with pytest.raises(OverflowError, match=f"Variable 'v' has u?int64, .* in step {at}: "):
-            await pair.run_steps(step, iter(batches), 6, compile="jax")
-        each = 1 if v.is_mirrored else 2  # writes of a step
-        assert (v.version, free.version) == (at * each, at)
+    with pytest.raises(OverflowError, match=f"Variable 'v' has u?int64, .* in step {at}: "):
+        await pair.run_steps(step, iter(batches), 6, compile="jax")
+    each = 1 if v.is_mirrored else 2  # writes of a step
+    assert (v.version, free.version) == (at * each, at)
 
-        jax.config.update("jax_enable_x64", True)
-        try:
-            await pair.run_steps(step, iter(batches), 6, compile="jax")
-        finally:
-            jax.config.update("jax_enable_x64", False)
-        assert v.version == (at + 6) * each
+    jax.config.update("jax_enable_x64", True)
+    try:
+        await pair.run_steps(step, iter(batches), 6, compile="jax")
+    finally:
+        jax.config.update("jax_enable_x64", False)
+    assert v.version == (at + 6) * each
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,8 +21,6 @@ from tests.conftest import mirrored
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402 - jax may be missing
-
-from aioreplica.device_loop._compiled._program import Trial  # noqa: E402
 
 from .compiled_steps import vectors  # noqa: E402
 
@@ -377,8 +374,6 @@ async def left_of(
     start: Any,
     rows: Sequence[Any],
     calls: Sequence[int] = (),
-    *,
-    scans: bool = True,
     **options: Any,
 ) -> tuple[Any, ...]:
     """Return a value and what is counted behind updates with some gradients, and the error."""
@@ -390,12 +385,11 @@ async def left_of(
             optimizer.blocking.apply_gradients([(x, w)])
 
         iterator, error = iter([(ar.PerReplica([np.float32(row)] * 2),) for row in rows]), ""
-        with mock.patch.object(Trial, "prefers_scan", return_value=scans):
-            try:
-                for count in calls or [len(rows)]:
-                    await strategy.run_steps(step, iterator, count, **options)
-            except NonFiniteError as found:
-                error = "gradient" if "The gradient of" in str(found) else "update"
+        try:
+            for count in calls or [len(rows)]:
+                await strategy.run_steps(step, iterator, count, **options)
+        except NonFiniteError as found:
+            error = "gradient" if "The gradient of" in str(found) else "update"
         counted = [optimizer.iterations, optimizer.skipped_steps]
         counts = [int(each.value) for each in counted if each is not None]
         return w.value.copy(), w.version, counts, error
@@ -411,14 +405,13 @@ MASKED: dict[str, Callable[[], Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("scans", [True, False])
 @pytest.mark.parametrize("name", MASKED)
-async def test_what_was_not_finite_before_is_no_failure(name: str, scans: bool) -> None:
+async def test_what_was_not_finite_before_is_no_failure(name: str) -> None:
     start, rows = [-np.inf, 1.0, np.nan], [[0, 1, 0]] * 5
 
     eager = await left_of(MASKED[name], start, rows)
-    compiled = await left_of(MASKED[name], start, rows, scans=scans, compile="jax")
-    parts = await left_of(MASKED[name], start, rows, [2, 3], scans=scans, compile="jax")
+    compiled = await left_of(MASKED[name], start, rows, compile="jax")
+    parts = await left_of(MASKED[name], start, rows, [2, 3], compile="jax")
 
     assert compiled[1:] == parts[1:] == eager[1:]
     assert compiled[-1] == ""
@@ -426,15 +419,14 @@ async def test_what_was_not_finite_before_is_no_failure(name: str, scans: bool) 
     np.testing.assert_array_equal(parts[0], compiled[0])
 
 
-@pytest.mark.parametrize("scans", [True, False])
 @pytest.mark.parametrize("row", [[np.nan, 1], [0, np.inf], [0, 3e38]])
 @pytest.mark.parametrize("name", ["sgd", "adam", "skip"])
-async def test_what_fails_beside_it_still_does(name: str, row: Any, scans: bool) -> None:
+async def test_what_fails_beside_it_still_does(name: str, row: Any) -> None:
     """Also where the value shows nothing, as it was not finite before."""
     rows = [[0, 1], [0, 1], row, [0, 1]]
 
     eager = await left_of(MASKED[name], [-np.inf, 1.0], rows)
-    compiled = await left_of(MASKED[name], [-np.inf, 1.0], rows, scans=scans, compile="jax")
+    compiled = await left_of(MASKED[name], [-np.inf, 1.0], rows, compile="jax")
 
     assert compiled[1:] == eager[1:]
     np.testing.assert_allclose(compiled[0], eager[0], rtol=1e-5)

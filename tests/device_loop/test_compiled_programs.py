@@ -16,8 +16,8 @@ import aioreplica as ar
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402 - jax may be missing
 
-from aioreplica.device_loop._compiled import _loop, _program, _programs  # noqa: E402
-from aioreplica.device_loop._compiled._program import StepProgram, Trial  # noqa: E402
+from aioreplica.device_loop._compiled import _program  # noqa: E402
+from aioreplica.device_loop._compiled._program import StepProgram  # noqa: E402
 from tests.device_loop.compiled_steps import adam, elements, model, vectors  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio, pytest.mark.slow]
@@ -26,10 +26,9 @@ pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio, pyte
 async def test_a_new_shape_compiles_anew_and_an_old_one_does_not(pair: ar.Strategy) -> None:
     _, _, step = model(pair, adam)
     counts = []
-    with mock.patch.object(Trial, "prefers_scan", return_value=True):
-        for size in (4, 4, 5, 4):
-            await pair.run_steps(step, iter(elements(pair, 2, size)), 2, compile="jax")
-            counts.append(pair.statistics().num_compiled)
+    for size in (4, 4, 5, 4):
+        await pair.run_steps(step, iter(elements(pair, 2, size)), 2, compile="jax")
+        counts.append(pair.statistics().num_compiled)
 
     assert counts == [1, 1, 2, 2]
 
@@ -58,55 +57,6 @@ async def test_programs_go_with_their_step_function(pair: ar.Strategy) -> None:
     assert gone() is None
 
 
-async def test_the_faster_way_is_kept(pair: ar.Strategy) -> None:
-    trial = Trial()
-    assert trial.prefers_scan()
-    for seconds in (9.0, 1.0, 9.0):  # two of them beside other work
-        trial.add("scan", seconds)
-        assert trial.prefers_scan() is (len(trial._seconds["scan"]) <= len(trial._seconds["step"]))
-        trial.add("step", 2.0)
-
-    assert trial.prefers_scan()
-    trial.add("step", 0.1)  # known by now
-    assert trial.prefers_scan()
-
-
-async def test_a_way_that_is_nearly_as_fast_is_tried_again() -> None:
-    takes = {"scan": 9.0, "step": 7.0}  # beside other work
-
-    def chunks(count: int) -> list[str]:
-        ways = []
-        for _ in range(count):
-            ways.append("scan" if trial.prefers_scan() else "step")
-            trial.add(ways[-1], takes[ways[-1]])
-        return ways
-
-    trial = Trial()
-    assert chunks(6) == ["scan", "step"] * 3
-    takes["scan"] = 1.0
-    assert chunks(17) == ["step"] * 16 + ["scan"]
-    assert chunks(3) == ["step", "scan", "scan"]
-    assert set(chunks(1000)) == {"scan"}  # the other takes seven times as long
-
-
-@pytest.mark.parametrize("how", ["scan", "step"])
-async def test_reading_ahead_counts_in_the_time_of_both_ways(pair: ar.Strategy, how: str) -> None:
-    clock, took = [0.0], []
-
-    def ahead(*_: object) -> None:
-        clock[0] += 1.0
-
-    with (
-        mock.patch.object(_loop, "perf_counter", side_effect=lambda: clock[0]),
-        mock.patch.object(_loop.CompiledLoop, "_ahead", side_effect=ahead),
-        mock.patch.object(Trial, "prefers_scan", return_value=how == "scan"),
-        mock.patch.object(Trial, "add", side_effect=lambda *args: took.append(args)),
-    ):
-        await pair.run_steps(model(pair, adam)[2], iter(elements(pair, 2)), 2, compile="jax")
-
-    assert took == [(how, 1.0)]
-
-
 async def test_a_step_is_recorded_no_more_once_it_is_compiled(pair: ar.Strategy) -> None:
     calls = []
 
@@ -119,7 +69,7 @@ async def test_a_step_is_recorded_no_more_once_it_is_compiled(pair: ar.Strategy)
     for _ in range(6):
         await pair.run_steps(step, iter(vectors(pair, 2)), 2, compile="jax")
 
-    assert recorded <= 3  # shapes, scan, single calls
+    assert recorded <= 3  # shapes, and what jax traces of a loop
     assert len(calls) == recorded
 
 
@@ -129,11 +79,8 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("scans", [True, False])
 @pytest.mark.parametrize("name", ANSWERS)
-async def test_multipliers_and_masks_may_change_between_calls(
-    pair: ar.Strategy, name: str, scans: bool
-) -> None:
+async def test_multipliers_and_masks_may_change_between_calls(pair: ar.Strategy, name: str) -> None:
     async def trained(**options: Any) -> list[list[float]]:
         with pair.scope():
             variables = [ar.Variable(np.ones(2, np.float32)) for _ in range(6)]
@@ -155,8 +102,7 @@ async def test_multipliers_and_masks_may_change_between_calls(
             found.append([float(n) for v in variables for n in v.value])
         return found
 
-    with mock.patch.object(Trial, "prefers_scan", return_value=scans):
-        eager, compiled = await trained(), await trained(compile="jax")
+    eager, compiled = await trained(), await trained(compile="jax")
 
     np.testing.assert_allclose(compiled, eager, rtol=1e-5)
 
@@ -173,12 +119,11 @@ async def test_a_step_is_compiled_anew_only_for_other_groups_of_variables(
         optimizer.blocking.apply_gradients([(x, v) for v in variables])
 
     counts = []
-    with mock.patch.object(Trial, "prefers_scan", return_value=True):
-        for answers in ((1, 1), (0.5, 0.5), (1, 0), (0.5, 0.1), (0, 0)):
-            current.update(zip(variables, answers, strict=True))
-            batches = [(ar.PerReplica([np.ones(2, np.float32)] * 2),)] * 2
-            await pair.run_steps(step, iter(batches), 2, compile="jax")
-            counts.append(pair.statistics().num_compiled)
+    for answers in ((1, 1), (0.5, 0.5), (1, 0), (0.5, 0.1), (0, 0)):
+        current.update(zip(variables, answers, strict=True))
+        batches = [(ar.PerReplica([np.ones(2, np.float32)] * 2),)] * 2
+        await pair.run_steps(step, iter(batches), 2, compile="jax")
+        counts.append(pair.statistics().num_compiled)
 
     assert counts == [1, 1, 2, 2, 2]
 
@@ -197,7 +142,6 @@ async def test_programs_of_groups_of_variables_go_in_the_end(pair: ar.Strategy, 
     counts = []
     with (
         mock.patch.object(_program, "MAX_PARTINGS", 3),
-        mock.patch.object(Trial, "prefers_scan", return_value=how == "scan"),
     ):
         for answers in groups:
             current.update(zip(variables, answers, strict=True))
@@ -326,24 +270,49 @@ async def test_many_steps_that_are_objects_are_warned_of(
 # --- sizes of chunks ------------------------------------------------------------------------------
 
 
-async def test_many_sizes_of_chunks_are_warned_of_and_go_in_the_end(pair: ar.Strategy) -> None:
+async def test_few_sizes_of_chunks_are_compiled(pair: ar.Strategy) -> None:
     w, _, step = model(pair, adam)
-    counts = []
-
-    async def run(size: int) -> None:
+    counts, sizes = [], (5, 8, 6, 7, 1, 3, 4, 2, 12, 16, 64, 33, 100)
+    for size in sizes:
         await pair.run_steps(step, iter(elements(pair, size)), size, compile="jax")
         counts.append(pair.statistics().num_compiled)
 
-    with (
-        mock.patch.object(_programs, "MAX_SIZES", 6),
-        mock.patch.object(Trial, "prefers_scan", return_value=True),
-    ):
-        for size in (2, 3, 4, 5, 6, 2):
-            await run(size)
-        with pytest.warns(RuntimeWarning, match="step was compiled for chunks of 6 sizes, which"):
-            await run(7)
-        for size in (8, 2, 3):
-            await run(size)
+    assert counts == [1, 1, 1, 1, 2, 3, 3, 4, 5, 5, 6, 6, 6]  # of 8, 1, 4, 2, 16 and 64 steps
+    assert w.version == sum(sizes)
 
-    assert counts == [1, 2, 3, 4, 5, 5, 6, 7, 7, 8]  # that for 3 was not used for longest
-    assert w.version == sum((2, 3, 4, 5, 6, 2, 7, 8, 2, 3))
+
+async def test_functions_of_the_step_are_asked_for_no_step_beyond_the_last(
+    pair: ar.Strategy,
+) -> None:
+    rates = [0.1, 0.2, 0.3, 0.1, 0.2]
+    found = []
+    for options in ({}, {"compile": "jax"}):
+        w, _, step = model(pair, lambda: ar.optimizers.SGD(lambda number: rates[number]))
+        await pair.run_steps(step, iter(elements(pair, 5)), 5, **options)
+        found.append(w.value)
+
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+async def test_programs_elsewhere_know_how_long_a_whole_chunk_is(pair: ar.Strategy) -> None:
+    """XLA would ask the host behind each step otherwise, of a GPU say."""
+    made = []
+    lowered = StepProgram._lowered
+
+    def note(self: StepProgram, size: int, is_whole: bool, looks: bool) -> Any:
+        made.append((size, is_whole))
+        return lowered(self, size, is_whole, looks)
+
+    values = []
+    for platform in ("cpu", "elsewhere"):
+        w, _, step = model(pair, adam)
+        iterator = iter(elements(pair, 11))
+        with (
+            mock.patch.object(_program, "CPU", platform),
+            mock.patch.object(StepProgram, "_lowered", note),
+        ):
+            await pair.run_steps(step, iterator, 11, compile="jax", every=4)
+        values.append(w.value)
+
+    assert made == [(4, False), (4, True), (4, False)]
+    np.testing.assert_allclose(*values, rtol=1e-5)

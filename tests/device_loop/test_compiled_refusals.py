@@ -24,7 +24,6 @@ from tests.replica.gated import me
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402 - jax may be missing
 
-from aioreplica.device_loop._compiled._program import Trial  # noqa: E402
 from tests.device_loop.compiled_steps import line_of  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("no_task_left"), pytest.mark.asyncio, pytest.mark.slow]
@@ -296,10 +295,9 @@ async def test_variables_of_64_bits_and_of_half_precision(pair: ar.Strategy) -> 
     assert wide.version == half.version == 0
 
 
-@pytest.mark.parametrize("scans", [True, False])
 @pytest.mark.parametrize("fails", ["a wrap", "no weight"])
 async def test_an_update_that_is_not_finite_comes_before_what_fails_later(
-    pair: ar.Strategy, scans: bool, fails: str
+    pair: ar.Strategy, fails: str
 ) -> None:
     """All in one chunk: neither is published, though only the later one has a code of its own."""
     with pair.scope():
@@ -318,7 +316,6 @@ async def test_an_update_that_is_not_finite_comes_before_what_fails_later(
         for x, n in zip(factors, weights, strict=True)
     ]
     with (
-        mock.patch.object(Trial, "prefers_scan", return_value=scans),
         pytest.raises(NonFiniteError, match="not finite in step 2"),
     ):
         await pair.run_steps(step, iter(batches), 8, compile="jax")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from time import perf_counter
 from typing import Any, final
 
 import jax
@@ -183,8 +182,11 @@ class CompiledLoop:
         initial = [context.last_step_outputs for context in self._contexts]
         self._program = program = self._programs.find(self._fn, parts[0], element, initial[0])
         num_bytes = sum(leaf.nbytes for part in element for leaf in part)
-        fitting = max(1, CHUNK_BYTES // max(1, num_bytes))
-        self._size = min(MAX_CHUNK, fitting, self._every, self._num_steps)
+        fitting = min(MAX_CHUNK, CHUNK_BYTES // max(1, num_bytes))
+        wanted = min(self._every, self._num_steps)
+        self._size = 1  # powers of 2, so that few sizes are compiled, whatever is asked for
+        while self._size < wanted and 2 * self._size <= fitting:
+            self._size *= 2
         self._state = State(self._programs, program, initial)
 
     def _ran(self, replica: RunningReplica, chunk: Chunk) -> Chunk | None:
@@ -206,17 +208,17 @@ class CompiledLoop:
                 f"updates. Compiled steps count up to {MAX_COUNT} of either: leave out `compile`."
             )
         inputs, chunk.inputs = chunk.inputs or self._inputs(program, chunk), None
-        numbers = np.array([self._done, self._first, *updates.values()], np.int32)
-        args = (inputs, numbers, program.table(chunk.size, updates))
-        carry, report, ahead = self._called(replica, program, chunk, begun, args)
+        table, end = program.table(chunk, updates), chunk.num_steps
+        args = (begun, inputs, table)
+        carry, report, ahead = self._call(replica, chunk, args, end, reads_ahead=True)
         if report.in_doubt:  # be there a code, too: an update before that step may be the cause
-            looked, report = self._stepped(replica, program, chunk, begun, args, looks=True)
+            looked, report, _ = self._call(replica, chunk, args, end, looks=True)
             if not report.codes.any():  # it was not finite before, and the last step never tells
                 carry, self._looks = looked, True
         failed = np.flatnonzero(report.codes)
         if failed.size:
             at, code = int(failed[0]), int(report.codes[failed[0]])
-            carry, report = self._stepped(replica, program, chunk, begun, args, count=at)
+            carry, report, _ = self._call(replica, chunk, args, at)
             self._move_on(program, state, carry, report)
             self._fail(program, code)
         self._move_on(program, state, carry, report)
@@ -231,65 +233,39 @@ class CompiledLoop:
             self._records += found
         self._done += len(report.codes)
 
-    def _called(
-        self, replica: RunningReplica, program: StepProgram, chunk: Chunk, carry: object, args: Any
-    ) -> tuple[object, Report, Chunk | None]:
-        """Call the program in the faster way, and read ahead meanwhile."""
-        trial = self._programs.trial(program, chunk.size)
-        if chunk.num_steps == chunk.size and chunk.size > 1 and trial.prefers_scan():
-            with replica.blocking.computing():
-                scan = program.compiled("scan", chunk.size, (carry, *args), looks=self._looks)
-            with only_one(replica.blocking, self._publish_due), replica.blocking.computing():
-                begin = perf_counter()
-                new, *reported = scan(carry, *args)
-                try:
-                    if not self._is_observed():  # an observer may wait for another program
-                        self._publish_due()
-                    ahead = self._ahead(replica, program, chunk)
-                finally:  # an abort is seen there, too: nothing runs behind this block
-                    jax.block_until_ready(reported)  # and with it all else of the program
-                seconds = perf_counter() - begin
-            self._publish_due()  # an observer came meanwhile
-            trial.add("scan", seconds)
-            return new, program.report([tuple(reported)]), ahead
-        self._publish_due()
-        begin = perf_counter()
-        new, report = self._stepped(replica, program, chunk, carry, args)
-        ahead = self._ahead(replica, program, chunk)  # a scan does it meanwhile
-        if chunk.num_steps == chunk.size:
-            trial.add("step", perf_counter() - begin)
-        return new, report, ahead
-
-    def _stepped(
+    def _call(
         self,
         replica: RunningReplica,
-        program: StepProgram,
         chunk: Chunk,
-        carry: Any,
-        args: Any,
+        args: tuple[Any, ...],
+        end: int,
         *,
-        count: int | None = None,
+        reads_ahead: bool = False,
         looks: bool = False,
-    ) -> tuple[object, Report]:
-        """Call the program of one step for each of the first `count` of a chunk.
+    ) -> tuple[object, Report, Chunk | None]:
+        """Call the program for the first steps of a chunk.
 
         Returns:
-            What is behind the last, and what they report.
+            What is behind them, what they report, and what was read ahead meanwhile.
         """
-        end = chunk.num_steps if count is None else count
-        carry = jax.tree.map(program.put_apart, carry)  # the program takes its memory
-        args = program.placed(args)  # once for all calls
-        at = np.array([0, end], np.int32)
-        looks = looks or self._looks
+        program, ahead = self._program, None
+        assert program is not None  # the chunk has an element
+        carry, inputs, table = args
+        args = carry, inputs, np.array([self._done, self._first, end], np.int32), table
+        is_whole, looks = end == chunk.size, looks or self._looks
         with replica.blocking.computing():
-            step = program.compiled("step", chunk.size, (carry, *args, at), looks=looks)
-        found = []
-        with only_one(replica.blocking), replica.blocking.computing():
-            for number in range(end):
-                carry, *reported = step(carry, *args, np.array([number, end], np.int32))
-                jax.block_until_ready(carry)
-                found.append(tuple(reported))
-        return carry, program.report(found)
+            call = program.compiled(chunk.size, args, is_whole=is_whole, looks=looks)
+        with only_one(replica.blocking, self._publish_due), replica.blocking.computing():
+            new, row, records = call(*args)
+            try:
+                if not self._is_observed():  # an observer may wait for another program
+                    self._publish_due()
+                if reads_ahead:
+                    ahead = self._ahead(replica, program, chunk)
+            finally:  # an abort is seen there, too: nothing runs behind this block
+                jax.block_until_ready((row, records))  # and with it all else of the program
+        self._publish_due()  # an observer came meanwhile
+        return new, program.report(row, records, end), ahead
 
     def _ahead(self, replica: RunningReplica, program: StepProgram, chunk: Chunk) -> Chunk | None:
         """Take the elements behind a chunk that are there already, and put whole chunks."""
@@ -301,14 +277,14 @@ class CompiledLoop:
             if found is not None and found.num_steps == self._num_wanted():
                 with suppress(Exception):  # raised when they are wanted, behind these steps
                     inputs = self._inputs(program, found)
-                    program.expect(found.size, updates)
+                    program.expect(found, updates)
                     found.inputs = inputs
             return found
         finally:
             self._done -= chunk.num_steps
 
     def _inputs(self, program: StepProgram, chunk: Chunk) -> object:
-        return program.inputs(chunk.checked(), chunk.size, self._first + self._done, self._seed)
+        return program.inputs(chunk, self._first + self._done, self._seed)
 
     # ---- steps that fail -----------------------------------------------------------------
 

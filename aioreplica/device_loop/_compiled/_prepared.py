@@ -174,6 +174,18 @@ def columns_for(
     return np.stack(narrow, axis=1) if is_one_kind else narrow  # one input costs less than many
 
 
+def padded(columns: Columns, count: int) -> Columns:
+    """Return columns of so many rows: no step reads those behind the last, which are like it."""
+
+    def longer(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        found = np.empty((count, *column.shape[1:]), column.dtype)
+        found[: len(column)] = column
+        found[len(column) :] = column[-1:]
+        return found
+
+    return list(map(longer, columns)) if isinstance(columns, list) else longer(columns)
+
+
 def require_nothing_finished(optimizer: Optimizer, prepared: object) -> None:
     """Check that an update writes values and slots only.
 

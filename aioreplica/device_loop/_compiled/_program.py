@@ -1,4 +1,4 @@
-"""A step function lowered by jax: a scan over K steps, or one step a call, over all replicas.
+"""A step function lowered by jax: a loop over up to K steps a call, over all replicas.
 
 The step is recorded twice. The first time finds out what it reads, writes and sets, with shapes
 only; the second time all of that is the state that goes through the steps:
@@ -7,8 +7,7 @@ only; the second time all of that is the state that goes through the steps:
     outputs    `ctx.last_step_outputs`, one per replica
     table      numbers of `prepare`, a row for each update of an optimizer
     inputs     what the steps get: elements, their numbers, seeds for `jax_key`
-    numbers    of the first step in the loop, of the loop in the strategy, and of the updates that
-               each optimizer has made
+    numbers    of the first step in the loop, of the loop in the strategy, and of steps in the call
 
 and what a call says of itself is one array, as to read several costs more than they hold:
 
@@ -16,7 +15,9 @@ and what a call says of itself is one array, as to read several costs more than 
                looked, the updates that each optimizer made, and the writes of what is not written
                with each of them
 
-Scan and single calls run the same recorded step, and give the same bits.
+How many steps a call runs is a number that it is given, so that any split into calls is the same
+program and gives the same bits. XLA may round a step that stands alone, or loops of several lengths
+that it knows, differently: jax 0.7.0 does where `on_non_finite="skip"`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -38,28 +39,34 @@ from ...optimizers import Optimizer
 from ...replica import random_stream
 from ...tree import Array, Tree, TreeSpec, flatten, unflatten
 from ...values import Variable, is_floating
+from ._chunk import Chunk
 from ._contexts import AXIS, TracedLoop
 from ._narrow import Traced
-from ._prepared import Asked, Columns, Prepared, Which, asked_of, columns_for, prepared_for
+from ._prepared import (
+    Asked,
+    Columns,
+    Prepared,
+    Which,
+    asked_of,
+    columns_for,
+    padded,
+    prepared_for,
+)
 from ._trace import StepTrace
 from ._untraceable import explained, require_own_values
 from ._update import keeps_infinities
 
 Key: TypeAlias = tuple[str, bool]
 Table: TypeAlias = list[Columns]
-How: TypeAlias = Literal["scan", "step"]
 Parting: TypeAlias = tuple[tuple[Which, tuple[bool, ...]], ...]
 """How the functions of each optimizer tell variables apart, which is compiled with the step."""
 OfAll, OfEach = Spec(), Spec(AXIS)
 
+CPU = "cpu"
+"""Platform of the devices that need not know how many steps a program runs, and sum in order."""
+
 MAX_PARTINGS = 8
 """For how many of them a step has programs; those of the first one go first."""
-
-TRIALS = 3
-"""How many chunks are run in each of the two ways before the faster one is kept."""
-
-AGAIN = 16
-"""Behind how many chunks in that way the other one is tried again, if it is nearly as fast."""
 
 
 @final
@@ -109,47 +116,6 @@ class Report:
 
 
 @final
-class Trial:
-    """Finds out whether a scan over a chunk or a call for each step is faster.
-
-    Of each, the fastest chunk counts: what else the machine does makes chunks slower, never faster.
-    As it may have done so to all of one way, both are tried once more behind 16 chunks, 64 and so
-    on, unless one of them took twice as long.
-    """
-
-    def __init__(self) -> None:
-        self._seconds: dict[How, list[float]] = {"scan": [], "step": []}
-        self._chosen: bool | None = None
-        self._num_chosen, self._again = 0, AGAIN
-
-    def prefers_scan(self) -> bool:
-        """Tell how to run the next chunk: in turns until both are known."""
-        if self._chosen is not None:
-            self._num_chosen += 1
-            if self._num_chosen >= self._again:
-                self._again *= 4
-                fast, slow = sorted(map(min, self._seconds.values()))
-                if slow < 2 * fast:
-                    self._chosen = None
-                    for found in self._seconds.values():
-                        found.remove(max(found))
-        if self._chosen is None:
-            scans, steps = self._seconds["scan"], self._seconds["step"]
-            if len(scans) < TRIALS or len(steps) < TRIALS:
-                return len(scans) <= len(steps)
-            self._chosen = min(scans) <= min(steps)  # others of the machine only add
-        return self._chosen
-
-    def add(self, how: How, seconds: float) -> None:
-        """Take in how long a chunk took."""
-        if self._chosen is None and len(self._seconds[how]) < TRIALS:
-            self._seconds[how].append(seconds)
-
-    def __repr__(self) -> str:
-        return f"<Trial | {'open' if self._chosen is None else 'scan' if self._chosen else 'step'}>"
-
-
-@final
 class StepProgram:
     """The programs of one step function for elements of one look.
 
@@ -173,7 +139,6 @@ class StepProgram:
         ops: How each is reduced, and `sites` where it was set.
         records: Names of what the step records.
         num_compiled: How many programs were compiled so far.
-        trials: Find out how chunks run faster, by their size.
         zeros: Outputs to begin with on the devices, if none are given; None before that.
 
     Raises:
@@ -194,11 +159,10 @@ class StepProgram:
         self._mesh = Mesh(np.array(devices), (AXIS,))
         self.num_replicas = len(devices)
         self._spec = spec
-        self._in_order = all(device.platform == "cpu" for device in devices)
-        self._compiled: dict[Parting, dict[tuple[How, int, bool], object]] = {}
+        self._in_order = all(device.platform == CPU for device in devices)
+        self._compiled: dict[Parting, dict[tuple[int, bool, bool], object]] = {}
         self._initial = tuple(initial)
         self.num_compiled = 0
-        self.trials: dict[int, Trial] = {}
         self._prepared: dict[Parting, list[list[Prepared]]] = {}
         self._asked: list[Asked] = []
         self._parting: Parting = ()
@@ -267,7 +231,7 @@ class StepProgram:
 
     def _step(
         self, carry: Tree, inputs: Tree, bases: Tree, table: Tree, first: Traced, looks: bool
-    ) -> tuple[object, object]:
+    ) -> Tree:
         """Run one step on local arrays; return the state behind it, and what it reports."""
         state, outputs = carry
         element, index, seeds = inputs
@@ -295,62 +259,53 @@ class StepProgram:
         counts = list(trace.counts.values())
         return ([trace.read(v) for v in self.state], new), (trace.code(), counts, records)
 
-    def _lowered(self, how: How, size: int, looks: bool) -> Callable[..., object]:
-        """Return what runs a whole chunk, or one step of it, on arrays of all replicas."""
+    def _lowered(self, size: int, is_whole: bool, looks: bool) -> Callable[..., object]:
+        """Return what runs the steps of a chunk on arrays of all replicas."""
         mirrored = self.is_mirrored
         positions = {variable: i for i, variable in enumerate(self.state)}
 
-        def program(carry: Tree, chunk: Tree, numbers: Tree, table: Tree, at: Tree = None) -> Tree:
+        def program(carry: Tree, chunk: Tree, numbers: Tree, table: Tree) -> Tree:
             state, outputs = carry
             element, seeds = chunk
-            index = numbers[0] + jnp.arange(size, dtype=jnp.int32)
             own = [a if m else a[0] for a, m in zip(state, mirrored, strict=True)]
-            first, bases = numbers[1], list(numbers[2:])
-            if how == "scan":  # it begins where they are: an array that no step reads is not sent
-                bases = [own[positions[each.iterations]] for each in self.applied]
-            begun = (own, [a[0] for a in outputs])
+            bases = [own[positions[each.iterations]] for each in self.applied]
+            index = numbers[0] + jnp.arange(size, dtype=jnp.int32)
             inputs = ([a[0] for a in element], index, [a[0] for a in seeds])
 
-            def step(carry: Tree, inputs: Tree) -> Tree:
-                return self._step(carry, inputs, bases, table, first, looks)
-
-            def doubts(state: Sequence[Traced]) -> Traced:
-                return jnp.bool_(False) if looks else self._is_in_doubt(state)
-
             def turn(at: Traced, carry: Tree) -> Tree:
+                begun, (codes, counts, records) = carry
                 one = jax.tree.map(
                     lambda a: lax.dynamic_index_in_dim(a, at, keepdims=False), inputs
                 )
-                return step(carry[0], one)
+                new, (code, made, own) = self._step(begun, one, bases, table, numbers[1], looks)
+                counts = [count + more for count, more in zip(counts, made, strict=True)]
+                records = [a.at[at].set(each) for a, each in zip(records, own, strict=True)]
+                return new, (codes.at[at].set(code), counts, records)
 
-            if how == "scan":
-                (new, left), (codes, counts, records) = lax.scan(step, begun, inputs)
-                in_doubt = doubts(new)
-            else:
-                # XLA may round a step alone and one in a loop differently (jax 0.7.0 does where
-                # on_non_finite="skip"): this is a loop, too, of a length that it does not know.
-                none = [jnp.int32(0)] * len(self.counted)
-                reported = (jnp.int32(0), none, [jnp.float32(0)] * len(self.records))
-                begin, end = at[0], at[0] + 1
-                behind_it = lax.fori_loop(begin, end, turn, (begun, reported))
-                (new, left), (code, counts, records) = behind_it
-                codes = code[None]
-                in_doubt = lax.cond(end == at[1], doubts, lambda _: jnp.bool_(False), new)
+            none = [jnp.int32(0)] * len(self.counted)
+            reported = (
+                jnp.zeros(size, jnp.int32),
+                none,
+                [jnp.zeros(size, jnp.float32)] * len(self.records),
+            )
+            begun = (own, [a[0] for a in outputs])
+            end = size if is_whole else numbers[2]
+            (new, left), (codes, counts, records) = lax.fori_loop(0, end, turn, (begun, reported))
+            in_doubt = jnp.bool_(False) if looks else self._is_in_doubt(new)
             behind = [in_doubt.astype(jnp.int32)[None]]
             for optimizer in self.applied:
                 i = positions[optimizer.iterations]
                 behind.append((new[i] - own[i]).astype(jnp.int32)[None])
-            report = jnp.concatenate([codes, *behind, *(each.sum()[None] for each in counts)])
+            report = jnp.concatenate([codes, *behind, *(each[None] for each in counts)])
             new = [a if m else a[None] for a, m in zip(new, mirrored, strict=True)]
             return (new, [a[None] for a in left]), report, [a[None] for a in records]
 
         of_state = [OfAll if m else OfEach for m in mirrored]
         carry = (of_state, [OfEach] * len(self.outputs.shapes))
-        given = (carry, (OfEach, OfEach), OfAll, OfAll)
         lowered: Callable[..., object] = jax.shard_map(
             program,
             mesh=self._mesh,
-            in_specs=given if how == "scan" else (*given, OfAll),
+            in_specs=(carry, (OfEach, OfEach), OfAll, OfAll),
             out_specs=(carry, OfAll, [OfEach] * len(self.records)),
             check_vma=False,
         )
@@ -375,34 +330,25 @@ class StepProgram:
             found = lax.pmin(found.astype(jnp.int32), AXIS) == 1
         return ~found
 
-    def compiled(self, how: How, size: int, args: Tree, *, looks: bool = False) -> Any:
+    def compiled(self, size: int, args: Tree, *, is_whole: bool, looks: bool) -> Any:
         """Return the program for chunks of a size, compiled the first time.
 
         Args:
-            how: Whether it scans a chunk or runs one step of it.
             size: How many steps fit a chunk.
             args: What it will be called with.
+            is_whole: Whether it is called with as many steps. The CPU has the same program for
+                both; elsewhere XLA asks the host behind each step unless it knows their number.
             looks: Whether it checks all updates in every step, though the last would tell.
         """
-        looks = looks or self._looks
+        key = size, is_whole and not self._in_order, looks or self._looks
         own = self._compiled[self._parting]
-        key: tuple[How, int, bool] = (how, size, looks)
         found = own.get(key)
         if found is None:
-            donated = (0,) if how == "step" else ()
-            lowered = jax.jit(self._lowered(how, size, looks), donate_argnums=donated)
-            traced = lowered.trace(*args)
+            traced = jax.jit(self._lowered(*key)).trace(*args)
             require_own_values(len(traced.jaxpr.in_avals), args, self.fn(), self._within)
             found = own[key] = traced.lower().compile()
             self.num_compiled += 1
         return found
-
-    def forget_size(self, size: int) -> None:
-        """Let go of what is compiled for chunks of a size."""
-        del self.trials[size]
-        for own in self._compiled.values():
-            for key in [key for key in own if key[1] == size]:
-                del own[key]
 
     @property
     def is_current(self) -> bool:
@@ -415,68 +361,55 @@ class StepProgram:
         """Put one array on all devices."""
         return jax.device_put(array, NamedSharding(self._mesh, OfAll))
 
-    def put_apart(self, array: Traced) -> Traced:
-        """Copy an array to where it is, for a program that takes its memory."""
-        return jax.device_put(array, array.sharding, may_alias=False)
-
     def put_each(self, arrays: Sequence[Array]) -> Traced:
         """Put one array on each device, as parts of one."""
         return jax.device_put(np.stack(arrays), NamedSharding(self._mesh, OfEach))
 
-    def placed(self, args: Tree) -> Any:
-        """Put what a program is given on its devices, for many calls."""
-        return jax.tree.map(lambda a: self.put(a) if isinstance(a, np.ndarray) else a, args)
-
-    def inputs(self, elements: Sequence[Array], size: int, first: int, seed: int) -> Tree:
+    def inputs(self, chunk: Chunk, first: int, seed: int) -> Tree:
         """Return the elements of a chunk on their devices, with seeds for its steps.
 
         Args:
-            elements: A row of stacked elements for each replica.
-            size: How many steps fit the chunk.
-            first: Number of its first step in the strategy.
+            chunk: The elements, a row for each replica.
+            first: Number of the first step in the strategy.
             seed: Of the run.
         """
-        ids = range(self.num_replicas)
+        elements, ids = chunk.checked(), range(self.num_replicas)
         seeds = [
-            np.stack([_seeds(name, seed, first, None if shared else i, size) for i in ids])
+            np.stack([_seeds(name, seed, first, None if shared else i, chunk) for i in ids])
             for name, shared in self.keys
         ]
         if self.num_replicas == 1:  # its call puts them where they belong, which costs far less
-            return list(elements), seeds
-        return jax.device_put((list(elements), seeds), NamedSharding(self._mesh, OfEach))
+            return elements, seeds
+        return jax.device_put((elements, seeds), NamedSharding(self._mesh, OfEach))
 
-    def report(self, calls: Sequence[tuple[Traced, Sequence[Traced]]]) -> Report:
-        """Read what calls report, and what their steps recorded."""
-        rows = [of_first(row) for row, _ in calls]
-        end = -1 - len(self.applied) - len(self.counted)
-        if len(rows) == 1:  # of a scan, say
-            codes, behind = rows[0][:end], rows[0][end:].tolist()
-        else:
-            codes = np.concatenate([np.empty(0, np.int32), *(row[:end] for row in rows)])
-            behind = sum((row[end:] for row in rows), np.zeros(-end, np.int32)).tolist()
-        records = [
-            np.concatenate([np.empty(0), *(np.atleast_1d(of_each(own[i])[0]) for _, own in calls)])
-            for i in range(len(self.records))
-        ]
-        num_updates = len(self.applied)
-        updates, counts = behind[1 : 1 + num_updates], behind[1 + num_updates :]
-        return Report(codes, bool(behind[0]), updates, counts, records)
+    def report(self, row: Traced, records: Sequence[Traced], num_steps: int) -> Report:
+        """Read what a call of so many steps reports, and what its steps recorded."""
+        found = of_first(row)
+        begin = len(found) - 1 - len(self.applied) - len(self.counted)
+        in_doubt, *counts = found[begin:].tolist()
+        return Report(
+            found[:num_steps],
+            bool(in_doubt),
+            counts[: len(self.applied)],
+            counts[len(self.applied) :],
+            [of_each(own)[0][:num_steps] for own in records],
+        )
 
-    def expect(self, num_steps: int, bases: Mapping[Optimizer, int]) -> None:
+    def expect(self, chunk: Chunk, bases: Mapping[Optimizer, int]) -> None:
         """Make the next table already, unless it is a user's function that has to be asked."""
-        key = _table_key(num_steps, bases)
+        key = _table_key(chunk, bases)
         if key is not None:
-            self._expected = key, self._table(num_steps, bases)
+            self._expected = key, self._table(chunk, bases)
 
-    def table(self, num_steps: int, bases: Mapping[Optimizer, int]) -> Table:
-        """Call `prepare` for all updates that so many steps may make; what is compiled fits it.
+    def table(self, chunk: Chunk, bases: Mapping[Optimizer, int]) -> Table:
+        """Call `prepare` for all updates that a chunk may make; what is compiled fits it.
 
         Args:
-            num_steps: How many steps.
+            chunk: Its steps.
             bases: How many updates each optimizer has made.
 
         Returns:
-            The numbers of `prepare`, for each optimizer.
+            The numbers of `prepare`, for each optimizer; a row for each step that fits the chunk.
         """
         self._asked = [asked_of(o, variables) for o, (variables, _) in self.applied.items()]
         self._parting = tuple((each.which, each.decays) for each in self._asked)
@@ -488,15 +421,18 @@ class StepProgram:
             self._prepared[self._parting] = [prepared_for(o, a.multipliers, 0) for o, a in asked]
             self._compiled[self._parting] = {}
         expected, self._expected = self._expected, None
-        if expected is not None and expected[0] == _table_key(num_steps, bases):
+        if expected is not None and expected[0] == _table_key(chunk, bases):
             return expected[1]
-        return self._table(num_steps, bases)
+        return self._table(chunk, bases)
 
-    def _table(self, num_steps: int, bases: Mapping[Optimizer, int]) -> Table:
+    def _table(self, chunk: Chunk, bases: Mapping[Optimizer, int]) -> Table:
         likes = self._prepared[self._parting]  # the same for each chunk
         updates = zip(self.applied.items(), self._asked, likes, strict=True)
         return [
-            columns_for(o, asked.multipliers, bases[o], num_steps * times, like)
+            padded(
+                columns_for(o, asked.multipliers, bases[o], chunk.num_steps * times, like),
+                chunk.size * times,
+            )
             for (o, (_, times)), asked, like in updates
         ]
 
@@ -515,9 +451,9 @@ def _slots_of(optimizers: Mapping[Optimizer, Any]) -> list[tuple[Variable, ...] 
     ]
 
 
-def _table_key(num_steps: int, bases: Mapping[Optimizer, int]) -> tuple[object, ...] | None:
+def _table_key(chunk: Chunk, bases: Mapping[Optimizer, int]) -> tuple[object, ...] | None:
     """Return what a table follows from; None if there is code of a user behind it."""
-    key: list[object] = [num_steps]
+    key: list[object] = [chunk.num_steps, chunk.size]
     for optimizer, base in bases.items():
         settings = optimizer.settings
         if type(settings.learning_rate) is not float or settings.multiplier_of is not None:
@@ -528,10 +464,12 @@ def _table_key(num_steps: int, bases: Mapping[Optimizer, int]) -> tuple[object, 
     return tuple(key)
 
 
-def _seeds(name: str, seed: int, first: int, replica_id: int | None, size: int) -> Array:
+def _seeds(name: str, seed: int, first: int, replica_id: int | None, chunk: Chunk) -> Array:
     """Return the seeds that `jax_key` takes in each step of a chunk."""
-    rngs = (random_stream(seed, first + i, replica_id, name) for i in range(size))
-    return np.array([int(rng.integers(2**31)) for rng in rngs], np.uint32)
+    found = np.zeros(chunk.size, np.uint32)
+    for i in range(chunk.num_steps):
+        found[i] = int(random_stream(seed, first + i, replica_id, name).integers(2**31))
+    return found
 
 
 def of_first(array: Traced) -> Array:

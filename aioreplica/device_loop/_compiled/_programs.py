@@ -19,16 +19,13 @@ from ...tree import Array, DType, flatten
 from ...values import Variable, WeakVariableDict
 from ._devices import jax_devices
 from ._narrow import require_32_bits
-from ._program import StepProgram, Trial
+from ._program import StepProgram
 
 MAX_PROGRAMS = 32
 """How many programs a strategy keeps; the one that was not used for longest goes first."""
 
 MANY = 5
-"""From how many programs of one step function on, or sizes of chunks, that is warned of."""
-
-MAX_SIZES = 16
-"""For how many sizes of chunks a program is kept; that of the one not used for longest goes."""
+"""From how many programs of one step function on that is warned of."""
 
 
 @final
@@ -132,24 +129,6 @@ class CompiledSteps:
         found = self._found.pop(key, None)
         if found is not None:
             self._num_gone += found.num_compiled
-
-    def trial(self, program: StepProgram, size: int) -> Trial:
-        """Return what knows how chunks of a size run faster."""
-        found = program.trials.pop(size, None)
-        if found is None:
-            found = Trial()
-            if len(program.trials) == MANY:
-                warnings.warn(
-                    f"{_name_of(program.fn())} was compiled for chunks of {MANY + 1} sizes, which "
-                    "follow from `iterations` and `every` below 64. Take few different ones, or "
-                    "64 and more.",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-            if len(program.trials) == MAX_SIZES:
-                program.forget_size(next(iter(program.trials)))
-        program.trials[size] = found  # behind the others: used last
-        return found
 
     def load(
         self, program: StepProgram, components: Mapping[Variable, tuple[Array, ...]]

@@ -18,7 +18,6 @@ from typing import Any, Protocol, final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from ...context import PLACE
@@ -493,10 +492,8 @@ def _write_unless_skipped(
     assert after is not None  # and looks
     old = [trace.read(variable) for variable in changed]
     new = [value.astype(o.dtype) for value, o in zip(changed.values(), old, strict=True)]
-    # jnp.where would be one loop with what it chooses from; scan and single step round it otherwise
-    chosen = lax.cond(after, lambda new, old: new, lambda new, old: old, new, old)
-    for variable, value in zip(changed, chosen, strict=True):
-        trace.write(variable, value, optimizer)
+    for variable, value, before in zip(changed, new, old, strict=True):
+        trace.write(variable, jnp.where(after, value, before), optimizer)
     skipped = trace.read(settings.skipped)
     trace.write(settings.skipped, skipped + jnp.where(after, 0, 1).astype(skipped.dtype), optimizer)
 
