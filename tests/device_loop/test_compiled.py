@@ -75,7 +75,7 @@ async def test_any_split_into_calls_has_the_same_bits(
 ) -> None:
     found = set()
     async with mirrored(num_replicas) as strategy:
-        for counts in ([32], [5, 1, 2, 24], [16, 16]):
+        for counts in ([32], [5, 1, 26]):
             w, made, step = model(strategy, optimizer)
             iterator = iter(elements(strategy, 32))
             for count in counts:

@@ -331,7 +331,8 @@ def kill(num_kills: int, seed: int = 0, wanted: Wanted | None = None) -> Kills:
     with tempfile.TemporaryDirectory() as folder:
         for run in range(num_kills):
             program = _program(folder, size, str(run * PER_RUN), *options)
-            lines += _until_killed(program, rng, begins[run % len(begins)])
+            waits = run < len(begins) or rng.random() < 0.7  # for each of them once
+            lines += _until_killed(program, rng, begins[run % len(begins)] if waits else None)
         last = ["--promotions"] * wanted.promotes + ["--upgrades", str(wanted.num_upgrades)]
         done = subprocess.run(
             _program(folder, size, *last), capture_output=True, text=True, timeout=LIMIT_S,
@@ -379,12 +380,15 @@ def _program(folder: str, size: int, *options: str) -> list[str]:
     return [sys.executable, "-m", "tests.online.kills", "--child", folder, str(size), *options]
 
 
-def _until_killed(program: list[str], rng: random.Random, begin: str) -> list[str]:
-    """Run a program and kill it some time after a line that begins so; return its lines."""
+def _until_killed(program: list[str], rng: random.Random, begin: str | None) -> list[str]:
+    """Run a program and kill it some time after a line that begins so; return its lines.
+
+    Without one it is killed at any time, mostly while it recovers.
+    """
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         head = ["", process.stdout.readline()]
-        if rng.random() < 0.7:  # else while it recovers, mostly
+        if begin is not None:
             head.append(process.stdout.readline())
             while head[-1] and not head[-1].startswith(begin):
                 head.append(process.stdout.readline())
