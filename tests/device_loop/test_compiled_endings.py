@@ -16,6 +16,7 @@ from tests.replica.gated import GatedOp, me, spawn
 
 jax = pytest.importorskip("jax")
 
+from aioreplica.device_loop._compiled import _loop  # noqa: E402
 from aioreplica.device_loop._compiled._program import StepProgram  # noqa: E402
 from aioreplica.strategies import _run_steps  # noqa: E402
 from tests.device_loop.compiled_steps import adam, elements, model  # noqa: E402
@@ -162,6 +163,34 @@ async def test_a_program_that_runs_is_no_stall(pair: ar.Strategy) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("fails", ["element", "stacking", "prepare"])
+async def test_chunks_before_one_that_cannot_be_made_are_published(
+    pair: ar.Strategy, fails: str
+) -> None:
+    """Whatever `every` says."""
+    with pair.scope():
+        w = ar.Variable(np.zeros(3, np.float32))
+        rates = [0.1] * (5 if fails == "prepare" else 9)
+        optimizer = ar.optimizers.SGD(lambda number: rates[number])
+
+    def step(ctx: ar.MultiStepContext, x: Any, number: Any) -> None:
+        optimizer.blocking.apply_gradients([(x, w)])
+
+    kind, bad = {"element": (np.int64, 2**40), "stacking": (int, 2**70)}.get(fails, (int, 5))
+    elements = [
+        (ar.PerReplica([np.ones(3, np.float32)] * 2), kind(bad if i == 5 else i)) for i in range(8)
+    ]
+    iterator = iter(elements)
+    with (
+        mock.patch.object(_loop, "MAX_CHUNK", 2),
+        pytest.raises((OverflowError, KeyError, IndexError)),
+    ):
+        await pair.run_steps(step, iterator, 8, compile="jax")
+
+    left = await pair.run_steps(lambda ctx, x, number: None, iterator, 8)
+    assert (w.version, left.steps_run) == (4, 4)
+
+
 async def test_first_calls_at_the_same_time_share_what_is_compiled(pair: ar.Strategy) -> None:
     recorded, loaded, load = [], [], _run_steps._load_compiler
 
@@ -175,10 +204,8 @@ async def test_first_calls_at_the_same_time_share_what_is_compiled(pair: ar.Stra
     async def run() -> None:
         await pair.run_steps(step, iter(elements(pair, 2)), 2, compile="jax")
 
-    with (
-        mock.patch.object(_run_steps, "_load_compiler", loads),
-    ):
+    with mock.patch.object(_run_steps, "_load_compiler", loads):
         await asyncio.gather(run(), run())
 
     assert len(loaded) == 2
-    assert len(recorded) == 2  # shapes, and the scan
+    assert len(recorded) == 2  # shapes, and the loop

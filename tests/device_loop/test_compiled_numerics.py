@@ -290,6 +290,28 @@ async def test_numbers_are_asked_for_step_by_step() -> None:
     assert asked[1] == [*asked[0], rate, base]  # for `finish`, once
 
 
+@pytest.mark.parametrize(
+    "factor", [lambda i: min(1, (i + 1) / 4), lambda i: 0 if i < 4 else 0.9], ids=["last", "first"]
+)
+@pytest.mark.parametrize("every", [None, 2])
+async def test_numbers_that_are_integers_in_some_steps(factor: Any, every: int | None) -> None:
+    class Ramped(Whole):
+        def prepare(self, learning_rate: float, iteration: int) -> Any:
+            return {"rate": learning_rate, "factor": factor(iteration)}
+
+        def update(self, prepared: Any, value: Any, gradient: Any, slots: Any) -> Any:
+            return value - prepared["rate"] * prepared["factor"] * gradient, slots
+
+    rows = [[1, 2]] * 12
+    options = {} if every is None else {"every": every}
+
+    eager = await left_of(Ramped, [0.0, 1.0], rows)
+    compiled = await left_of(Ramped, [0.0, 1.0], rows, compile="jax", **options)
+
+    np.testing.assert_allclose(compiled[0], eager[0], rtol=1e-5)
+    assert compiled[1:] == eager[1:]
+
+
 def by_a_branch(w: Any) -> Any:
     return np.clip(w, -1, 1) if np.any(w > 5) else w
 

@@ -421,6 +421,85 @@ async def test_numbers_of_another_structure_are_refused(kinds: Any) -> None:
         assert w.version == 2  # alike until there
 
 
+def in_units(rate: float) -> Any:
+    return np.int64(2**40)
+
+
+async def test_numbers_of_prepare_are_not_cut(pair: ar.Strategy) -> None:
+    with pair.scope():
+        w = ar.Variable(np.ones(4, np.float32))
+        optimizer = Uneven(int, in_units)
+
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        optimizer.blocking.apply_gradients([(x, w)])
+
+    iterator = iter([element()] * 4)
+    with pytest.raises(OverflowError, match=r"What prepare of .*Uneven.* gave holds 1099511627776"):
+        await pair.run_steps(step, iterator, 4, compile="jax", every=2)
+    assert w.version == 2
+
+
+class Reshaping(Uneven):
+    """A rule whose new value or slot has another shape than the old one."""
+
+    def __init__(self, changes: str, **options: Any) -> None:
+        Optimizer.__init__(self, 0.05, ("last",), **options)
+        self._changes = changes
+
+    def new_slot(self, name: str, variable: ar.Variable) -> Any:
+        return np.zeros(variable.shape, variable.dtype)
+
+    def prepare(self, learning_rate: float, iteration: int) -> float:
+        return learning_rate
+
+    def update(self, prepared: Any, value: Any, gradient: Any, slots: Any) -> Any:
+        new, last = value - gradient, slots["last"] + gradient
+        one = np.add(gradient[:1], 0)
+        return (one, {"last": last}) if self._changes == "value" else (new, {"last": one})
+
+
+@pytest.mark.parametrize("on_non_finite", ["raise", "skip", "ignore"])
+@pytest.mark.parametrize("changes", ["value", "slot", "constraint"])
+async def test_an_update_of_another_shape(
+    pair: ar.Strategy, changes: str, on_non_finite: Any
+) -> None:
+    with pair.scope():
+        bounds = jnp.max if changes == "constraint" else None
+        w = ar.Variable(np.ones(4, np.float32), name="w", constraint=bounds)
+        options = {"on_non_finite": on_non_finite}
+        plain, reshaping = ar.optimizers.SGD(0.1, **options), Reshaping(changes, **options)
+        optimizer = plain if changes == "constraint" else reshaping
+
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        optimizer.blocking.apply_gradients([(x, w)])
+
+    iterator = iter([element()] * 4)
+    with pytest.raises(ValueError, match=r"The update of .* has shape \(1?,?\), but .* \(4,\)"):
+        await pair.run_steps(step, iterator, 4, compile="jax")
+    left = await pair.run_steps(lambda ctx, x: None, iterator, 4)
+    assert (w.version, left.steps_run) == (0, 4)
+
+
+@pytest.mark.parametrize("writer", ["step", "optimizer"])
+async def test_iterations_that_something_else_writes(writer: str) -> None:
+    """The numbers of updates are those of a table, whose rows follow one by one."""
+    w, b = (ar.Variable(np.ones(4, np.float32)) for _ in range(2))
+    first, second = ar.optimizers.Adam(0.1), ar.optimizers.SGD(0.1)
+
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        first.blocking.apply_gradients([(x, w)])
+        if writer == "step":
+            first.iterations.blocking.assign(first.iterations.value * 0)
+        else:
+            second.blocking.apply_gradients([(x, b)], first.iterations)
+
+    iterator = iter([np.ones(4, np.float32)] * 2)
+    with pytest.raises(ContextError, match="something else in the step writes its `iterations`"):
+        await ar.get_strategy().run_steps(step, iterator, 2, compile="jax")
+    left = await ar.get_strategy().run_steps(step, iterator, 2)
+    assert (left.steps_run, w.version) == (2, 2)
+
+
 class Finishing(Uneven):
     """A rule that writes a variable behind its updates, from one of them on."""
 

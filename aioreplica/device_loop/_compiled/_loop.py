@@ -90,6 +90,7 @@ class CompiledLoop:
         self._is_due = False
         self._looks = False
         self._records: list[tuple[int, str, float]] = []
+        self._failed_ahead: Exception | None = None  # elements that cannot be stacked
 
     def run(self, replica: RunningReplica) -> MultiStepContext:
         """Lead or follow, on the device thread of a replica."""
@@ -108,22 +109,24 @@ class CompiledLoop:
 
     def _lead(self, replica: RunningReplica) -> None:
         blocking = replica.blocking
-        ahead = self._taken(blocking, None, waits=True)
-        while ahead is not None:
-            before, chunk = self._done, ahead
-            try:
+        try:
+            ahead = self._taken(blocking, None, waits=True)
+            while ahead is not None:
+                before, chunk = self._done, ahead
                 ahead = self._ran(replica, chunk)
-            except BaseException:
-                self._publish_due()  # the steps before this chunk are complete
-                raise
-            self._spare = chunk  # its program has ended
-            blocking.step_ended(self._done - before)  # a stall is noticed by steps that are not
-            self._is_due = self._done - self._published >= self._every
-            if ahead is None or ahead.num_steps < self._num_wanted() or self._is_observed():
-                self._publish_due()  # else while that one runs
-            ahead = self._taken(blocking, ahead, waits=True)
-        if self._done > self._published:  # the last ones, or the iterator was exhausted or failed
-            self._publish()
+                self._spare = chunk  # its program has ended
+                blocking.step_ended(self._done - before)  # a stall is noticed by steps that are not
+                self._is_due = self._done - self._published >= self._every
+                if ahead is None or ahead.num_steps < self._num_wanted() or self._is_observed():
+                    self._publish_due()  # else while that one runs
+                ahead = self._taken(blocking, ahead, waits=True)
+        except Exception:
+            self._publish_rest()  # the steps before this chunk are complete
+            raise
+        except BaseException:  # of a call that is cancelled, those that are due
+            self._publish_due()
+            raise
+        self._publish_rest()
         if self._state is not None:
             self._state.keep()
 
@@ -138,6 +141,8 @@ class CompiledLoop:
             waits: Whether to wait for elements, or take those that are there.
         """
         infeed, is_end = self._infeed, False
+        if waits and self._failed_ahead is not None:
+            raise self._failed_ahead
         while not is_end:
             begun = 0 if chunk is None else chunk.num_steps
             wanted = self._num_wanted() - begun
@@ -182,11 +187,11 @@ class CompiledLoop:
         initial = [context.last_step_outputs for context in self._contexts]
         self._program = program = self._programs.find(self._fn, parts[0], element, initial[0])
         num_bytes = sum(leaf.nbytes for part in element for leaf in part)
-        fitting = min(MAX_CHUNK, CHUNK_BYTES // max(1, num_bytes))
-        wanted = min(self._every, self._num_steps)
-        self._size = 1  # powers of 2, so that few sizes are compiled, whatever is asked for
-        while self._size < wanted and 2 * self._size <= fitting:
-            self._size *= 2
+        fitting = min(MAX_CHUNK, max(1, CHUNK_BYTES // max(1, num_bytes)))
+        wanted = min(self._every, self._num_steps, fitting)
+        self._size = 1 << wanted.bit_length() - 1  # so that few sizes are compiled
+        if self._size < wanted and 2 * self._size <= fitting and program.in_order:
+            self._size *= 2  # elsewhere chunks are whole, where they can be
         self._state = State(self._programs, program, initial)
 
     def _ran(self, replica: RunningReplica, chunk: Chunk) -> Chunk | None:
@@ -268,14 +273,20 @@ class CompiledLoop:
         return new, program.report(row, records, end), ahead
 
     def _ahead(self, replica: RunningReplica, program: StepProgram, chunk: Chunk) -> Chunk | None:
-        """Take the elements behind a chunk that are there already, and put whole chunks."""
+        """Take the elements behind a chunk that are there already, and put whole chunks.
+
+        What fails of these is raised when they are wanted, behind the steps of the chunk.
+        """
         assert self._state is not None  # the program has it
         updates = self._state.num_updates(chunk.num_steps)
         self._done += chunk.num_steps
         try:
-            found = self._taken(replica.blocking, None, waits=False)
+            try:
+                found = self._taken(replica.blocking, None, waits=False)
+            except Exception as error:  # noqa: BLE001 - kept
+                found, self._failed_ahead = None, error
             if found is not None and found.num_steps == self._num_wanted():
-                with suppress(Exception):  # raised when they are wanted, behind these steps
+                with suppress(Exception):  # tried again
                     inputs = self._inputs(program, found)
                     program.expect(found, updates)
                     found.inputs = inputs
@@ -290,8 +301,7 @@ class CompiledLoop:
 
     def _fail(self, program: StepProgram, code: int) -> None:
         """Publish the steps before the one that fails, and raise its error."""
-        if self._done > self._published:
-            self._publish()
+        self._publish_rest()
         error = _failure(program, code, self._first + self._done)
         self._contexts[0].error = error
         raise error
@@ -309,6 +319,11 @@ class CompiledLoop:
         if self._is_due:
             self._publish()
 
+    def _publish_rest(self) -> None:
+        """Publish the last steps, or those before the iterator ended or something failed."""
+        if self._done > self._published:
+            self._publish()
+
     def _publish(self) -> None:
         """Publish the values behind the last step, as one write, and count the steps.
 
@@ -322,8 +337,10 @@ class CompiledLoop:
         num_steps = self._done - self._published
         outputs = state.outputs()
         widen_sums(outputs, (name for name, op in program.ops.items() if op is ReduceOp.SUM))
-        state.write(num_steps)
-        self._published = self._done  # at once: whatever fails below, these steps are written
+        try:
+            state.write(num_steps)
+        finally:
+            self._published = self._done  # whatever fails below; and what cannot be written is not
         for step in self._steps:
             step.ended(num_steps)
         for context, own in zip(self._contexts, outputs, strict=True):

@@ -15,6 +15,7 @@ from ...errors import ContextError
 from ...optimizers import AdamW, Optimizer, learning_rate_at
 from ...tree import flatten, unflatten
 from ...values import Variable
+from ._narrow import require_32_bits
 
 Columns: TypeAlias = npt.NDArray[Any] | list[npt.NDArray[Any]]
 """A row for each update; an array for each number where they are of several dtypes."""
@@ -141,6 +142,7 @@ def columns_for(
 
     Raises:
         ContextError: If it gives numbers in another structure than at iteration 0.
+        OverflowError: If jax would cut an integer.
     """
     rate = optimizer.settings.learning_rate
     numbers = range(iteration, iteration + count)
@@ -169,6 +171,7 @@ def columns_for(
             found = [list(column) for column in zip(*(each.numbers for each in taken), strict=True)]
         columns += found
     arrays = [np.array(column) for column in columns]
+    require_32_bits(arrays, f"What prepare of {optimizer!r} gave")
     narrow = [each.astype(jax.dtypes.canonicalize_dtype(each.dtype)) for each in arrays]
     is_one_kind = len({each.dtype for each in narrow}) == 1
     return np.stack(narrow, axis=1) if is_one_kind else narrow  # one input costs less than many

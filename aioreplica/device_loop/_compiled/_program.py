@@ -35,6 +35,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as Spec
 
 from ...context import CurrentStrategy
+from ...errors import ContextError
 from ...optimizers import Optimizer
 from ...replica import random_stream
 from ...tree import Array, Tree, TreeSpec, flatten, unflatten
@@ -138,11 +139,14 @@ class StepProgram:
         outputs: What the step leaves in `last_step_outputs`.
         ops: How each is reduced, and `sites` where it was set.
         records: Names of what the step records.
+        in_order: Whether sums are in the order of the replicas, and a program runs a number of
+            steps that it does not know as fast as another: on the CPU.
         num_compiled: How many programs were compiled so far.
         zeros: Outputs to begin with on the devices, if none are given; None before that.
 
     Raises:
         TypeError: If the step cannot be recorded.
+        ContextError: If something else than an optimizer writes its `iterations`.
     """
 
     def __init__(
@@ -159,8 +163,8 @@ class StepProgram:
         self._mesh = Mesh(np.array(devices), (AXIS,))
         self.num_replicas = len(devices)
         self._spec = spec
-        self._in_order = all(device.platform == CPU for device in devices)
-        self._compiled: dict[Parting, dict[tuple[int, bool, bool], object]] = {}
+        self.in_order = all(device.platform == CPU for device in devices)
+        self._compiled: dict[Parting, dict[tuple[object, ...], object]] = {}
         self._initial = tuple(initial)
         self.num_compiled = 0
         self._prepared: dict[Parting, list[list[Prepared]]] = {}
@@ -212,13 +216,20 @@ class StepProgram:
             starts[name] = len(arrays)
             arrays += own
         self.outputs = Outputs(specs, starts, arrays)
+        for optimizer in self.applied:
+            if {*self.written[optimizer.iterations]} != {optimizer}:
+                raise ContextError(
+                    f"{optimizer!r} cannot be compiled: something else in the step writes its "
+                    "`iterations`, which the numbers of its updates follow. Count in a variable of "
+                    "your own, or leave out `compile`."
+                )
 
     def _trace(
         self, values: dict[Variable, Traced] | None, index: Traced, first: Traced, **options: Any
     ) -> StepTrace:
         return StepTrace(
             self._strategy, self.num_replicas, values, index, first,
-            in_order=self._in_order, **options,
+            in_order=self.in_order, **options,
         )  # fmt: skip
 
     def _run(self, trace: StepTrace, loop: TracedLoop, inputs: Sequence[Traced]) -> None:
@@ -335,16 +346,18 @@ class StepProgram:
 
         Args:
             size: How many steps fit a chunk.
-            args: What it will be called with.
+            args: What it will be called with; the last is the table, of numbers that are integers
+                in one chunk and floats in another, say.
             is_whole: Whether it is called with as many steps. The CPU has the same program for
                 both; elsewhere XLA asks the host behind each step unless it knows their number.
             looks: Whether it checks all updates in every step, though the last would tell.
         """
-        key = size, is_whole and not self._in_order, looks or self._looks
-        own = self._compiled[self._parting]
+        options = size, is_whole and not self.in_order, looks or self._looks
+        numbers = tuple((a.dtype, a.ndim) for a in jax.tree.leaves(args[-1]))
+        own, key = self._compiled[self._parting], (*options, *numbers)
         found = own.get(key)
         if found is None:
-            traced = jax.jit(self._lowered(*key)).trace(*args)
+            traced = jax.jit(self._lowered(*options)).trace(*args)
             require_own_values(len(traced.jaxpr.in_avals), args, self.fn(), self._within)
             found = own[key] = traced.lower().compile()
             self.num_compiled += 1

@@ -463,6 +463,11 @@ def _apply_rule(
             results[0] = _constrained(variable.constraint, results[0])
         for each, before, after in zip(group, old, results, strict=True):
             plain = after.array if isinstance(after, Buffer) else as_traced(after)
+            if plain.shape != each.shape:
+                raise ValueError(
+                    f"The update of {each.name!r} has shape {plain.shape}, but the variable has "
+                    f"shape {each.shape}."
+                )
             changed[each] = plain.astype(before.dtype)
 
 
