@@ -158,11 +158,11 @@ class Effects:
     def _watch(self, cls: type, name: str, verb: str) -> None:
         real = vars(cls)[name]
 
-        def stand_in(primitive: Any, *args: object) -> object:
+        def stand_in(primitive: Any, *args: object, **kwargs: object) -> object:
             is_new = verb == "notifies" or primitive.is_set() == (verb == "clears")
             if is_new:
                 self._note(primitive, verb)
-            return real(primitive, *args)
+            return real(primitive, *args, **kwargs)
 
         self._undo.append((cls, name, real))
         setattr(cls, name, stand_in)

@@ -455,6 +455,16 @@ def test_an_unheard_notification_is_named() -> None:
     assert "too late: notify (Task-1) notified 'condition' at test_causes.py:" in failure.causes[0]
 
 
+@pytest.mark.parametrize("find", [art.explore, art.exhaustive, art.cancel_everywhere])
+def test_a_primitive_that_is_watched_takes_its_arguments_by_name(find: Any) -> None:
+    async def main() -> None:
+        condition = asyncio.Condition()
+        async with condition:
+            condition.notify(n=2)
+
+    find(main).check()
+
+
 # --- memory -----------------------------------------------------------------------------------
 
 
