@@ -31,6 +31,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextvars import Context
 from heapq import heappop, heappush
+from math import inf
 from typing import Any, Final, Protocol, final
 from weakref import WeakValueDictionary
 
@@ -163,8 +164,8 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
         self._overdue: deque[SimTimer] = deque()  # timers that an earlier one keeps waiting
         self.moved: Callable[[float], None] | None = None  # told of the clock
         self.num_indices = FIRST_INDEX
-        self._callbacks = CallbackQueue(self)
-        self._clock = Clock(self)
+        self.callbacks = CallbackQueue(self)
+        self.clock = Clock(self)
         self._holds_tasks = fidelity != "asyncio"
         self._holds_callbacks = fidelity == "adversarial"
         self._old_hooks: Any = None
@@ -198,7 +199,7 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
                         self.enabled.append(task)
                     return None
                 if not waiting:
-                    self.enabled.append(self._callbacks)
+                    self.enabled.append(self.callbacks)
                 waiting.append(task)
                 return None
         if self._closed:
@@ -209,7 +210,7 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
             return free
         handle = events.Handle(callback, args, self, context)
         if not self.waiting:
-            self.enabled.append(self._callbacks)
+            self.enabled.append(self.callbacks)
         self.waiting.append(handle)
         return handle
 
@@ -231,7 +232,7 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
         timer._scheduled = True
         if when <= self.now:  # due at once: a real loop looks for it when the queue is done
             self.call_soon(self._add_timer, timer)
-        else:
+        elif when < inf:  # one at infinity never fires
             heappush(self._timers, (when, timer.index, timer))
         return timer
 
@@ -271,7 +272,7 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
     def put_due(self, timer: SimTimer) -> None:
         """Put a due timer into the queue, where it waits for its turn."""
         if not self.waiting:
-            self.enabled.append(self._callbacks)
+            self.enabled.append(self.callbacks)
         self.waiting.append(timer)
 
     # ---- running ---------------------------------------------------------------------------
@@ -332,7 +333,7 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
                 return options
             if any(op.deadline < when for op in self.external):  # type: ignore[attr-defined]
                 return options
-        options.append(self._clock)
+        options.append(self.clock)
         return options
 
     def next_when(self) -> float | None:
@@ -407,7 +408,7 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
         self._closed = True
         self.sim_tasks = TaskList()  # these close cycles, which only the collector could free
         self.executors = self.observer = self.make_network = self.moved = None
-        self._callbacks = self._clock = None  # type: ignore[assignment]
+        self.callbacks = self.clock = None  # type: ignore[assignment]
 
     @property
     def open_generators(self) -> list[AsyncGenerator[Any, Any]]:

@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from itertools import count
 from random import Random
-from threading import get_ident
+from threading import TIMEOUT_MAX, get_ident
 from types import FrameType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -507,6 +507,8 @@ def clock_functions(simulation: Simulation, real: dict[str, Callable[..., Any]])
             return
         if seconds < 0:
             raise ValueError("sleep length must be non-negative")
+        if seconds > TIMEOUT_MAX:
+            raise OverflowError("timestamp too large to convert to C PyTime_t")
         op = simulation.pools.current_op
         if op is not None:
             simulation.pools.sleep(op, seconds)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
+import math
 import queue
 import selectors
 import threading
@@ -230,6 +231,19 @@ class ThreadLoop(StreamLoop, ForbiddenIO, asyncio.SelectorEventLoop):
         handle = super().call_soon(callback, *args, context=context)
         self._write_to_self()
         return handle
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[..., Any],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> Any:
+        """Register a callback for a moment of virtual time; at infinity it never comes."""
+        if when < math.inf:
+            return super().call_at(when, callback, *args, context=context)
+        loop: Any = self
+        return asyncio.TimerHandle(when, callback, args, loop, context)
 
     def run_in_executor(self, executor: object, func: Callable[..., object], *args: object) -> Any:
         """Submit a call to the simulated twin of an executor."""

@@ -9,6 +9,7 @@ and a schedule runs alike whether its ops have threads or not.
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import threading
 from _thread import allocate_lock
@@ -308,7 +309,7 @@ class OpRun:
         self.op.begin_wait()
         self.waits_for = lock
         self._is_expired = self._timed_out = False
-        if timeout_s is not None:
+        if timeout_s is not None and timeout_s < math.inf:
             self._timer = _Timer(self)
             loop.call_when_due(loop.now + timeout_s, self._timer)
         try:

@@ -1,12 +1,16 @@
 """Timers of a simulated loop: in the order of their times, whatever moves the clock."""
 
 import asyncio
+import math
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import anyio
 import pytest
 
 import aioreplica.testing as art
@@ -121,6 +125,68 @@ def test_a_program_that_spins_does_not_reach_a_cancelled_timer() -> None:
         return loop.time() - start
 
     assert art.run(main) == 1
+
+
+# --- infinity ---------------------------------------------------------------------------------
+
+
+async def sleeps_for_ever() -> None:
+    await asyncio.sleep(math.inf)
+
+
+async def is_given_for_ever() -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(math.inf):
+            await asyncio.get_running_loop().create_future()
+
+
+async def waits_beside_a_sleeper() -> None:
+    async with anyio.create_task_group() as group:
+        group.start_soon(anyio.sleep_forever)
+
+
+async def sleeps_for_ever_in_a_thread() -> None:
+    await asyncio.to_thread(lambda: asyncio.run(anyio.sleep_forever()))
+
+
+@pytest.mark.parametrize(
+    "main",
+    [sleeps_for_ever, is_given_for_ever, waits_beside_a_sleeper, sleeps_for_ever_in_a_thread],
+)
+def test_a_timer_at_infinity_never_fires(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    failure = art.explore(main, schedules=20).failure
+
+    assert failure is not None
+    assert isinstance(failure.error, art.DeadlockError)
+    assert "main awaits" in str(failure.error)
+
+
+def test_a_timer_at_infinity_can_be_cancelled() -> None:
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        sleeper = asyncio.create_task(asyncio.sleep(math.inf))
+        for _ in range(10_001):  # time moves on, but not to the end of all times
+            await asyncio.sleep(0)
+        async with asyncio.timeout(math.inf):
+            await asyncio.sleep(1)
+        sleeper.cancel()
+        await asyncio.wait([sleeper])
+        return loop.time() - start
+
+    assert art.run(main) < 10
+
+
+def test_a_thread_that_waits_for_ever_is_refused_as_a_real_one() -> None:
+    async def main() -> None:
+        waits: list[Callable[[float], object]] = [virtual_sleep(), threading.Event().wait]
+        for wait in waits:
+            with pytest.raises(OverflowError):
+                wait(math.inf)
+            with pytest.raises(OverflowError):
+                await asyncio.to_thread(wait, math.inf)
+
+    art.explore(main, schedules=20).check()
 
 
 # --- times that nearly meet -------------------------------------------------------------------
