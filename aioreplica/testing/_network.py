@@ -72,6 +72,7 @@ class Network:
         self._served = {"127.0.0.1", "::1", *ANYWHERE}
         self._names: dict[str, str] = {}
         self._dropped: list[str] = []
+        self._untold: set[int] = set()  # sockets that began to connect, and did not ask again
 
     # ---- sockets ------------------------------------------------------------------------------
 
@@ -97,6 +98,8 @@ class Network:
             watcher.unregister(sock.number)
         for ready in (sock.reads, sock.writes):
             ready.update()
+        if sock.num_backlog:
+            self._update_connecting()
 
     def update(self, sock: SimSocket) -> None:
         """Look again at what a socket can do."""
@@ -236,22 +239,26 @@ class Network:
             self._name_client(sock)
             return 0
         sock.state = CONNECTING
-        if sock.family == socket.AF_UNIX:  # there is no way to go
+        if sock.family == socket.AF_UNIX and self.has_room_for(sock):  # there is no way to go
             self.finish_connect(sock)
             error, sock.error = sock.error, 0
             return error
         self.update(sock)
+        self._untold.add(sock.number)
         return errno.EINPROGRESS
+
+    def connect_again(self, sock: SimSocket) -> int:
+        """Answer for a socket that is connected: 0 once, if who asks was told to wait before."""
+        if sock.timeout_s == 0 and sock.number in self._untold:
+            self._untold.remove(sock.number)
+            return 0
+        return errno.EISCONN
 
     def finish_connect(self, sock: SimSocket) -> None:
         """Find who listens, and make the other end of the connection."""
         address = sock.peer_address
         listener = self._find(sock, address)
-        if (
-            listener is None
-            or listener.state != LISTENING
-            or len(listener.backlog) >= listener.num_backlog
-        ):
+        if listener is None or listener.state != LISTENING:
             sock.state = FRESH
             sock.error = errno.ECONNREFUSED
             return
@@ -263,6 +270,26 @@ class Network:
         self._join(sock, other, self._host_of(address))
         listener.backlog.append(other)
         self.update(listener)
+        if len(listener.backlog) == listener.num_backlog:
+            self._update_connecting()
+
+    def has_room_for(self, sock: SimSocket) -> bool:
+        """Return False if a socket has to wait until who listens has accepted another."""
+        listener = self._find(sock, sock.peer_address)
+        if listener is None or listener.state != LISTENING:
+            return True  # to be refused
+        return len(listener.backlog) < listener.num_backlog
+
+    def took_connection(self, listener: SimSocket) -> None:
+        """Let others connect, after a connection was accepted."""
+        self.update(listener)
+        if len(listener.backlog) == listener.num_backlog - 1:
+            self._update_connecting()
+
+    def _update_connecting(self) -> None:
+        for sock in tuple(self.sockets.values()):
+            if sock.state == CONNECTING:
+                sock.writes.update()
 
     def _name_client(self, sock: SimSocket) -> None:
         if sock.address == UNNAMED:

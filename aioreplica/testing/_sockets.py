@@ -196,7 +196,7 @@ class SimSocket(SocketSettings):
     def can_write(self) -> bool:
         """Return True if writing, or connecting, could come to something."""
         if self.state == CONNECTING:
-            return True
+            return self.network.has_room_for(self)
         if self.state != CONNECTED or self.reset_arrived:
             return True
         return self.peer is None or self.room() > 0
@@ -239,7 +239,7 @@ class SimSocket(SocketSettings):
         self._check_open()
         if self.address in ("", UNNAMED):
             self.bind(self.address)
-        self.num_backlog = max(1, backlog)
+        self.num_backlog = max(0, backlog) + 1  # as Linux counts
         self.state = LISTENING
 
     def accept(self) -> tuple[Any, Any]:
@@ -248,7 +248,7 @@ class SimSocket(SocketSettings):
         while True:
             if self.backlog:
                 sock = self.backlog.popleft()
-                self.network.update(self)
+                self.network.took_connection(self)
                 return sock, sock.peer_address
             self._wait(self.reads, "accept")
 
@@ -270,7 +270,7 @@ class SimSocket(SocketSettings):
         """Begin to connect; return an error number instead of raising."""
         self._check_open()
         if self.state == CONNECTED and not self.is_datagram:
-            return errno.EISCONN
+            return self.network.connect_again(self)
         return self.network.connect(self, address)
 
     def recv(self, size: int, flags: int = 0) -> bytes:

@@ -375,6 +375,79 @@ def test_nobody_listens() -> None:
     art.explore(main, schedules=10).check()
 
 
+async def more_clients_than_a_backlog() -> None:
+    async with await asyncio.start_server(echo, "127.0.0.1", PORT, backlog=20):
+        asked = [ask(b"%d\n" % number) for number in range(50)]
+        answers = await asyncio.gather(*asked)
+        assert answers == [b"%d\n" % number for number in range(50)]
+
+
+async def more_clients_than_a_backlog_of_a_path() -> None:
+    async def ask_there() -> bytes:
+        reader, writer = await asyncio.open_unix_connection("/there")
+        writer.write(b"x\n")
+        answer = await reader.readline()
+        writer.close()
+        await writer.wait_closed()
+        return answer
+
+    async def ask_by_anyio() -> bytes:
+        async with await anyio.connect_unix("/there") as stream:
+            await stream.send(b"x\n")
+            return await stream.receive()
+
+    async with await asyncio.start_unix_server(echo, "/there", backlog=1):
+        for asks in (ask_there, ask_by_anyio):
+            assert await asyncio.gather(*[asks() for _ in range(6)]) == [b"x\n"] * 6
+
+
+async def blocking_clients_of_a_small_backlog() -> None:
+    def connect() -> bytes:
+        with socket.create_connection(("127.0.0.1", PORT)) as sock:
+            return sock.recv(1)
+
+    with socket.create_server(("127.0.0.1", PORT), backlog=1) as server:
+        clients = [asyncio.create_task(asyncio.to_thread(connect)) for _ in range(4)]
+        await asyncio.sleep(1)
+        assert not any(client.done() for client in clients)
+        for _ in clients:
+            (await asyncio.to_thread(server.accept))[0].close()
+        assert await asyncio.gather(*clients) == [b""] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fidelity", ["asyncio", "reorder", "adversarial"])
+@pytest.mark.parametrize(
+    "main",
+    [
+        more_clients_than_a_backlog,
+        more_clients_than_a_backlog_of_a_path,
+        blocking_clients_of_a_small_backlog,
+    ],
+)
+def test_clients_wait_while_the_backlog_is_full(main: Any, fidelity: str) -> None:
+    art.explore(main, schedules=5, fidelity=fidelity).check()
+
+
+def test_a_server_that_closes_refuses_those_who_wait() -> None:
+    async def main() -> list[type]:
+        loop = asyncio.get_running_loop()
+        with socket.create_server(("127.0.0.1", PORT), backlog=1) as server:
+            clients = [socket.socket() for _ in range(3)]
+            for client in clients:
+                client.setblocking(False)
+            asked = [loop.sock_connect(client, ("127.0.0.1", PORT)) for client in clients]
+            connecting = asyncio.gather(*asked, return_exceptions=True)
+            await asyncio.sleep(1)
+            server.close()
+            ends = await connecting
+        for client in clients:
+            client.close()
+        return [type(end) for end in ends]
+
+    assert art.run(main) == [type(None), type(None), ConnectionRefusedError]
+
+
 def test_a_host_outside_is_refused_by_name() -> None:
     async def main() -> None:
         await ask(b"hello\n", "example.org", 80)
