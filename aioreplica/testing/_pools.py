@@ -514,15 +514,21 @@ class PoolTable:
                 return pool
         return self.make(name, num_workers)
 
-    def pool_of(self, executor: object) -> SimPool:
-        """Return the twin of an executor; None is the loop's default one."""
+    def pool_of(self, executor: object, *, is_default: bool = False) -> SimPool:
+        """Return the twin of an executor; None is the loop's default one.
+
+        Args:
+            executor: The executor.
+            is_default: Whether it is what the program has made a loop's default one.
+        """
         found = self._by_executor.get(id(executor))
         if found is not None:
             return found[1]
         workers = DEFAULT_WORKERS
         if executor is not None:
             workers = getattr(executor, "_max_workers", DEFAULT_WORKERS)
-        name = f"pool {len(self.pools)}" if executor is not None else "default pool"
+        is_default = is_default or executor is None
+        name = "default pool" if is_default else f"pool {len(self.pools)}"
         pool = self.make(name, workers)
         self._by_executor[id(executor)] = executor, pool  # kept alive: ids are used again
         return pool
@@ -537,9 +543,13 @@ class PoolTable:
         """Submit a call; return the asyncio future of its result, of the loop that waits for it."""
         if type(fn) is FunctionType and fn.__code__.co_flags & CO_COROUTINE:
             raise TypeError("coroutines cannot be used with run_in_executor()")
-        if executor is not None and getattr(executor, "_shutdown", False):
+        loop: Any = waits or self.loop
+        is_default = executor is None
+        if is_default:
+            executor = loop._default_executor  # None unless the program has set one
+        if getattr(executor, "_shutdown", False):
             raise RuntimeError("cannot schedule new futures after shutdown")
-        future = (waits or self.loop).create_future()
-        pool = self.pool_of(executor)
+        future: asyncio.Future[Any] = loop.create_future()
+        pool = self.pool_of(executor, is_default=is_default)
         pool.put(PoolOp(pool, fn, args, future))
         return future
