@@ -15,10 +15,11 @@ from types import GenericAlias, TracebackType
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ._forbidden import refuse
-from ._participants import fifo
 
 if TYPE_CHECKING:
+    from ._loop import SimLoop
     from ._participants import Participant
+    from ._pools import PoolTable
     from ._simulation import Simulation
     from ._threads import OpRun
 
@@ -103,6 +104,7 @@ class SimLock:
         op = simulation.pools.current_op
         if op is None:
             return _block_loop(simulation, self._lock, timeout_s)
+        check_timeout(timeout_s)
         run = op.on_thread()
         run.catch_up()
         if self._lock.acquire(False):
@@ -198,26 +200,92 @@ class SimRLock:
 
 
 def _block_loop(simulation: Simulation, lock: Any, timeout_s: float | None) -> bool:
-    """Block the loop: nothing but ops goes on, in the order of their times, until it may."""
-    loop = simulation.loop
-    end = None if timeout_s is None else loop.now + timeout_s
-    for _ in range(MAX_BLOCKED_STEPS):
-        if lock.acquire(False):
-            return True
-        free = [op for op in loop.external if not getattr(op, "needs_loop", False)]
-        if free:
-            simulation.pools.take_step(loop.external.index(free[fifo(free)]))
-            continue
-        when = loop.next_when()
-        if when is None or (end is not None and when > end):
-            break
-        loop.jump(when)
-    if end is None:
+    """Block the loop until it has a lock; False after the timeout."""
+    if block_loop(simulation.pools, partial(lock.acquire, False), timeout_s):
+        return True
+    if timeout_s is None:
         refuse(
             "A thread blocked on a lock",
             "The wait could never end: what holds the lock cannot go on while the event loop "
             "is blocked. Use asyncio.Lock where a lock is held across an await, and await "
             "something instead of blocking.",
         )
-    loop.jump(end)
     return False
+
+
+def block_loop(pools: PoolTable, is_done: Callable[[], bool], timeout_s: float | None) -> bool:
+    """Block the loop until something is done: ops alone go on, as the schedule chooses.
+
+    Returns:
+        False if the timeout has passed; without one, if nothing can ever be done about it.
+    """
+    check_timeout(timeout_s)
+    loop, limit = pools.loop, _Limit()
+    end = loop.now + (timeout_s or 0.0)
+    if timeout_s is not None:
+        loop.call_when_due(end, limit)
+    was_blocked, pools.is_blocked = pools.is_blocked, True
+    try:
+        for _ in range(MAX_BLOCKED_STEPS):
+            if is_done():
+                return True
+            if limit.is_over or not _go_on(pools):
+                return False
+    finally:
+        pools.is_blocked = was_blocked
+        limit.is_over = True
+    if timeout_s is not None:
+        loop.jump(end)
+    return False
+
+
+def _go_on(pools: PoolTable) -> bool:
+    """Let an op take a step, as the schedule chooses, or time pass; False if neither is left."""
+    loop = pools.loop
+    external: list[Any] = loop.external
+    options = [each for each in external if not getattr(each, "needs_loop", False)]
+    when = loop.next_when()
+    if not options:
+        if when is not None:
+            loop.jump(when)
+        return when is not None
+    if when is not None and all(when <= each.deadline for each in options):
+        options.append(loop.clock)
+    chosen = options[loop.choose(options) if len(options) > 1 else 0]
+    loop.order.append(chosen.index)
+    if chosen is loop.clock and when is not None:
+        loop.jump(when)
+        return True
+    external.remove(chosen)
+    slept_s, pools.slept_s = pools.slept_s, 0.0
+    chosen.fire()
+    pools.slept_s = slept_s
+    return True
+
+
+def check_timeout(timeout_s: float | None) -> None:
+    """Refuse a timeout that `threading` refuses."""
+    if timeout_s is not None and timeout_s > threading.TIMEOUT_MAX:
+        raise OverflowError("timeout value is too large")
+
+
+@final
+class _Limit:
+    """Moment up to which the loop is blocked at most.
+
+    Attributes:
+        is_over: Whether it has come, or nobody waits for it any more.
+    """
+
+    __slots__ = ("is_over",)
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def is_off(self) -> bool:
+        """Return True if nobody waits for it."""
+        return self.is_over
+
+    def become_due(self, loop: SimLoop) -> None:
+        """Note that the moment has come."""
+        self.is_over = True

@@ -23,6 +23,7 @@ from anyio._core._eventloop import claim_worker_thread, threadlocals
 
 from ..context import REGISTRY
 from ._forbidden import refuse
+from ._locks import block_loop
 from ._pools import PoolOp, SimPool, name_of_call
 from ._sets import numbered
 from ._sockets import SimSocket
@@ -49,35 +50,37 @@ class SubmittedFuture(futures.Future[Any]):
     pool: SimPool | None = None
 
     def result(self, timeout: float | None = None) -> Any:
-        """Return the result; runs the pool's calls up to this one if it is not there yet."""
-        self._catch_up()
-        return super().result(timeout)
+        """Return the result; while the loop's own thread waits for it, ops alone go on."""
+        return super().result(self._wait(timeout))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return the error, in the same way."""
-        self._catch_up()
-        return super().exception(timeout)
+        return super().exception(self._wait(timeout))
 
-    def _catch_up(self) -> None:
-        if self.pool is not None:
-            run_until(self.pool, self.done)
+    def _wait(self, timeout: float | None) -> float | None:
+        """Wait if this is the loop's thread; return for how long to wait otherwise."""
+        pool = self.pool
+        if pool is None or pool.table.current_op is not None or self.done():
+            return timeout
+        _block(pool, self.done, timeout)
+        return 0.0
 
 
-def run_until(pool: SimPool, is_done: Callable[[], bool]) -> None:
-    """Take the steps of one pool, while everything else is blocked."""
-    loop = pool.loop
-    while not is_done():
-        for at, op in enumerate(loop.external):
-            if getattr(op, "pool", None) is pool:
-                pool.table.take_step(at)
-                break
-        else:
-            when = loop.next_when()
-            if when is None:
-                if pool.table.current_op is not None:
-                    return  # another participant may go on meanwhile
-                refuse("A blocking wait for a pool that is stuck", "Await the call instead.")
-            loop.jump(when)
+def _block(pool: SimPool, is_done: Callable[[], bool], timeout_s: float | None = None) -> None:
+    """Block the loop until something of a pool is done, or the timeout has passed."""
+    if not block_loop(pool.table, is_done, timeout_s) and timeout_s is None:
+        refuse("A blocking wait for a pool that is stuck", "Await the call instead.")
+
+
+def _wait_until_idle(pool: SimPool) -> None:
+    """Wait until no call of a pool is left, as leaving its executor does."""
+    op = pool.table.current_op
+    if op is None:
+        _block(pool, lambda: not pool.is_busy)
+    elif op.pool is pool:
+        raise RuntimeError("cannot join current thread")
+    elif pool.is_busy:
+        pool.wait_until_idle(op.on_thread())
 
 
 def executor_patches(simulation: Simulation) -> Patches:
@@ -103,7 +106,7 @@ def executor_patches(simulation: Simulation) -> Patches:
                 for op in pool.queue:
                     op.future.cancel()
             if wait:
-                run_until(pool, lambda: not (pool.queue or pool.num_running or pool.offered))
+                _wait_until_idle(pool)
         real_shutdown(self, wait, cancel_futures=cancel_futures)
 
     return [

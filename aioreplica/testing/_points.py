@@ -25,6 +25,7 @@ AWAITED_METHODS: Final = {
     "MemoryObjectReceiveStream.receive": "MemoryObjectReceiveStream",
     "MemoryObjectSendStream.send": "MemoryObjectSendStream",
     "Future.result": "Future",
+    "SimPool.wait_until_idle": "Executor",
     "SimLock.acquire": "Lock",
     "SimRLock.acquire": "RLock",
 }
@@ -34,6 +35,7 @@ PACKAGES: Final = {
     "threading": "threading",
     "queue": "queue",
     "_base": "concurrent.futures",
+    "_pools": "concurrent.futures",
 }
 """By the name of the file; what is neither there nor anyio's is asyncio's."""
 

@@ -79,10 +79,12 @@ class PoolOp:
         """The pool, where the op starts next and no fault may strike; else None.
 
         Its call runs when it completes, so that it has started is known to the pool alone. One
-        that was cancelled may tell those who wait for it.
+        that was cancelled may tell those who wait for it. While a task blocks the loop, what
+        follows the step may be the rest of that task.
         """
-        is_known = self.state != STARTABLE or self.future.cancelled()
-        return None if is_known or self.pool.table.faults is not None else self.pool
+        table = self.pool.table
+        is_known = self.state != STARTABLE or self.future.cancelled() or table.is_blocked
+        return None if is_known or table.faults is not None else self.pool
 
     # ---- what kinds of op do in their own way ------------------------------------------------
 
@@ -165,6 +167,7 @@ class PoolOp:
         pool.offered = None
         if not self.claim():
             pool.offer()
+            pool.wake_if_idle()
             return
         pool.num_running += 1
         self.state = IN_FLIGHT
@@ -340,7 +343,7 @@ class SimPool:
 
     __slots__ = (
         "context", "is_inside", "lenders", "loop", "name", "num_running", "num_workers", "offered",
-        "queue", "table",
+        "queue", "table", "waiters",
     )  # fmt: skip
 
     def __init__(self, table: PoolTable, name: str, num_workers: int) -> None:
@@ -354,6 +357,12 @@ class SimPool:
         self.context = Context()  # threads do not see the caller's variables
         self.is_inside = False  # whether a call is in that context, so that no other can enter it
         self.lenders: list[Any] = []  # runs of the library with an op that lends its worker
+        self.waiters: list[OpRun] = []  # ops that wait until no call is left
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a call is in flight or waits for its start."""
+        return bool(self.queue or self.num_running or self.offered)
 
     def put(self, op: PoolOp) -> None:
         """Enqueue a call."""
@@ -382,6 +391,23 @@ class SimPool:
         self.num_running -= 1
         if self.queue:
             self.offer()
+        self.wake_if_idle()
+
+    def wait_until_idle(self, run: OpRun) -> None:
+        """Let an op, of another pool, wait until no call is left."""
+        run.catch_up()
+        while self.is_busy:
+            self.waiters.append(run)
+            try:
+                run.wait(None, None)
+            finally:
+                self.waiters.remove(run)
+
+    def wake_if_idle(self) -> None:
+        """Wake the ops that wait until no call is left, if none is."""
+        if self.waiters and not self.is_busy:
+            for run in self.waiters:
+                run.wake()
 
     # ---- lending a worker --------------------------------------------------------------------
 
@@ -434,6 +460,7 @@ class PoolTable:
         "_limit",
         "current_op",
         "faults",
+        "is_blocked",
         "is_given_up",
         "loop",
         "needs_threads",
@@ -457,6 +484,7 @@ class PoolTable:
         self.threads: OpThreads | None = None
         self.needs_threads = False
         self.is_given_up = False
+        self.is_blocked = False  # while a task blocks the loop
 
     def note(self, op: PoolOp) -> None:
         """Keep an op; forget old ones that are over."""
@@ -479,15 +507,6 @@ class PoolTable:
         if self.threads is None:
             return []
         return [op for op in self.ops if op.is_waiting and op.run and not op.run.is_timed]
-
-    def take_step(self, at: int) -> None:
-        """Let an op take its step while everything else is blocked."""
-        loop = self.loop
-        op: Any = loop.external.pop(at)
-        loop.order.append(op.index)
-        slept_s, self.slept_s = self.slept_s, 0.0
-        op.fire()
-        self.slept_s = slept_s
 
     def unwind(self) -> None:
         """End every op that has a thread."""

@@ -21,6 +21,161 @@ def pause() -> Callable[[float], None]:
     return vars(time)["sleep"]  # type: ignore[no-any-return]
 
 
+# --- threads that wait ------------------------------------------------------------------------
+
+
+def by_result(pool: ThreadPoolExecutor, ready: threading.Event) -> object:
+    return pool.submit(ready.wait).result()
+
+
+def by_error(pool: ThreadPoolExecutor, ready: threading.Event) -> object:
+    call = pool.submit(ready.wait)
+    assert call.exception(timeout=5) is None
+    return call.result()
+
+
+def by_leaving(pool: ThreadPoolExecutor, ready: threading.Event) -> object:
+    with pool:
+        call = pool.submit(ready.wait)
+    assert call.done()
+    return call.result()
+
+
+def waits_on_a_thread(
+    wait: Callable[[ThreadPoolExecutor, threading.Event], object], *, is_set: bool = True
+) -> Main:
+    async def main() -> None:
+        ready, inner = threading.Event(), ThreadPoolExecutor(1)
+        async with asyncio.timeout(60 if is_set else None):
+            call = asyncio.create_task(asyncio.to_thread(wait, inner, ready))
+            await asyncio.sleep(0.5)
+            assert not call.done()
+            if is_set:
+                ready.set()
+            assert await call
+
+    return main
+
+
+@pytest.mark.parametrize("fidelity", FIDELITIES)
+@pytest.mark.parametrize("wait", [by_result, by_error, by_leaving])
+def test_a_thread_that_waits_for_an_executor_lets_others_go_on(wait: Any, fidelity: str) -> None:
+    art.explore(waits_on_a_thread(wait), schedules=20, fidelity=fidelity).check()
+
+
+def test_a_thread_that_leaves_an_executor_for_ever_is_named() -> None:
+    with pytest.raises(
+        art.DeadlockError, match=r"awaits concurrent\.futures\.Executor at test_executors"
+    ):
+        art.run(waits_on_a_thread(by_leaving, is_set=False))
+
+
+def test_a_call_cannot_leave_its_own_executor() -> None:
+    async def main() -> None:
+        pool = ThreadPoolExecutor(2)
+        with pytest.raises(RuntimeError, match="cannot join current thread"):
+            await asyncio.get_running_loop().run_in_executor(pool, pool.shutdown)
+
+    art.run(main)
+
+
+# --- the loop that waits ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fidelity", FIDELITIES)
+def test_a_result_is_waited_for_up_to_its_timeout(fidelity: str) -> None:
+    async def main() -> None:
+        start = time.monotonic()
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(pause(), 10)
+            with pytest.raises(TimeoutError):
+                call.result(timeout=1)
+            assert time.monotonic() - start == pytest.approx(1)
+            with pytest.raises(TimeoutError):
+                call.exception(timeout=1)
+            assert time.monotonic() - start == pytest.approx(2)
+            assert call.result(timeout=30) is None
+            assert 10 <= time.monotonic() - start < 11
+
+    art.explore(main, schedules=50, fidelity=fidelity).check()
+
+
+def test_a_result_that_never_comes_is_a_timeout_or_refused() -> None:
+    async def main() -> None:
+        pool = ThreadPoolExecutor(1)
+        call = pool.submit(int)
+        try:
+            call.result(timeout=1)
+        except TimeoutError:
+            call.result()
+
+    art.explore(main, schedules=20).check()
+    failure = art.explore(main, faults=art.Faults().hang_op("pool 0", at=0)).failure
+
+    assert failure is not None
+    assert isinstance(failure.error, art.RealIOError)
+    assert "pool that is stuck at " in str(failure.error)
+    assert "test_executors.py:" in str(failure.error)
+
+
+def calls_in_order(
+    workers: int, wait: Callable[[ThreadPoolExecutor, list[Future[None]]], None]
+) -> Main:
+    async def main() -> None:
+        log: list[str] = []
+        pool = ThreadPoolExecutor(workers)
+        wait(pool, [pool.submit(log.append, name) for name in "ab"])
+        assert log == ["a", "b"]
+
+    return main
+
+
+def leave(pool: ThreadPoolExecutor, calls: list[Future[None]]) -> None:
+    pool.shutdown()
+
+
+def take_results(pool: ThreadPoolExecutor, calls: list[Future[None]]) -> None:
+    for call in reversed(calls):
+        call.result()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wait", [leave, take_results])
+def test_calls_come_in_any_order_while_the_loop_waits(wait: Any) -> None:
+    art.run(calls_in_order(2, wait))
+    for report in (
+        art.exhaustive(calls_in_order(2, wait)),
+        art.exhaustive(calls_in_order(2, wait), fidelity="asyncio"),
+        art.explore(calls_in_order(2, wait)),
+    ):
+        assert report.failure is not None
+        with pytest.raises(AssertionError):
+            art.replay(calls_in_order(2, wait), report.failure.token)
+    assert art.exhaustive(calls_in_order(1, wait)).complete
+
+
+@pytest.mark.slow
+def test_the_loop_may_wait_for_a_lock_that_calls_take_in_any_order() -> None:
+    orders = set[tuple[str, ...]]()
+
+    async def main() -> None:
+        log: list[str] = []
+        both, pool = threading.Semaphore(0), ThreadPoolExecutor(2)
+
+        def call(name: str) -> None:
+            log.append(name)
+            both.release()
+
+        calls = [pool.submit(call, name) for name in "ab"]
+        both.acquire()
+        both.acquire()
+        await asyncio.gather(*map(asyncio.wrap_future, calls))
+        orders.add(tuple(log))
+
+    assert art.exhaustive(main).complete
+    assert orders == {("a", "b"), ("b", "a")}
+
+
 # --- the default executor ---------------------------------------------------------------------
 
 

@@ -86,7 +86,7 @@ def test_every_method_that_is_known_by_name_is_there(name: str) -> None:
         importlib.import_module(each)
         for each in (
             "asyncio", "threading", "queue", "concurrent.futures", "anyio", "anyio.streams.memory",
-            "asyncio.taskgroups", "aioreplica.testing._locks",
+            "asyncio.taskgroups", "aioreplica.testing._locks", "aioreplica.testing._pools",
         )
     ]  # fmt: skip
 
