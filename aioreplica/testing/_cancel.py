@@ -14,7 +14,7 @@ from typing import Final, Protocol, final
 from ._faults import CANCEL, Fault, name_number
 from ._leaks import names_of
 from ._loop import SimLoop
-from ._participants import Participant, SimTask
+from ._participants import Participant, SimTask, who_went
 from ._pools import PoolTable
 from ._schedule import CANCELLED, Schedule
 from ._strategies import SEED_BITS, mix
@@ -169,7 +169,7 @@ class FaultCanceller:
                 if task is not None:
                     self._consider(task)
             self._num_known = tasks.num_made
-        for plan in self._plans.get(chosen.index, ()):
+        for plan in self._plans.get(who_went(chosen).index, ()):
             plan.awaits -= 1
         for plans in tuple(self._plans.values()):
             for plan in plans:

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol, TypeAlias, final
 from ._errors import LeakError, StarvationError
 from ._leaks import Leaks, describe_task
 from ._loop import Budget, LoopObserver, SimLoop
-from ._participants import Choose, SimTask, fifo
+from ._participants import CALLBACKS, Choose, SimTask, fifo
 from ._pools import PoolTable
 from ._sandbox import Sandbox
 from ._schedule import Schedule
@@ -173,9 +173,11 @@ def _run(
             kind = loop.run_until(task.done)
     except StuckStepError:
         order = loop.order[:]
+        task_of_queue = loop.callbacks.task if order[-1] == CALLBACKS else None
+        index = order[-1] if task_of_queue is None else task_of_queue.index
         with suppress(StuckStepError):
             _abandon(loop, pools)
-        return Outcome("stuck", None, _stuck(loop, order, watchdog), order)
+        return Outcome("stuck", None, _stuck(loop, order, index, watchdog), order)
     except SystemExit as error:  # it leaves the loop at once, as it does a real one
         order = loop.order
         _abandon(loop, pools)
@@ -202,9 +204,9 @@ def _give_up_if_threads_are_needed(loop: SimLoop, pools: PoolTable) -> None:
         raise NeedsThreads
 
 
-def _stuck(loop: SimLoop, order: Sequence[int], watchdog: Watchdog) -> StarvationError:
-    """Return the error for a step that had to be interrupted."""
-    tasks = [describe_task(task) for task in loop.sim_tasks if task.index == order[-1]]
+def _stuck(loop: SimLoop, order: Sequence[int], index: int, watchdog: Watchdog) -> StarvationError:
+    """Return the error for a step, of the participant of a number, that had to be interrupted."""
+    tasks = [describe_task(task) for task in loop.sim_tasks if task.index == index]
     who = tasks[0] if tasks else "a callback or a call in a pool"
     lines = "".join(f"\n  {line}" for line in watchdog.stack)
     return StarvationError(

@@ -164,8 +164,8 @@ class SimLoop(NetworkLoop, ForbiddenIO, BaseSelectorEventLoop):
         self._overdue: deque[SimTimer] = deque()  # timers that an earlier one keeps waiting
         self.moved: Callable[[float], None] | None = None  # told of the clock
         self.num_indices = FIRST_INDEX
-        self.callbacks = CallbackQueue(self)
-        self.clock = Clock(self)
+        self.callbacks: CallbackQueue = CallbackQueue(self)
+        self.clock: Clock = Clock(self)
         self._holds_tasks = fidelity != "asyncio"
         self._holds_callbacks = fidelity == "adversarial"
         self._old_hooks: Any = None

@@ -243,13 +243,17 @@ class CallbackQueue:
     Invariants:
         * It is an option exactly while the loop's `waiting` holds something.
         * The head of `waiting` is a callback, except at `asyncio` fidelity.
+
+    Attributes:
+        task: The task whose step it took last; None if that was a callback, or the task has ended.
     """
 
-    __slots__ = ("index", "loop")
+    __slots__ = ("index", "loop", "task")
 
     def __init__(self, loop: SimLoop) -> None:
         self.loop = loop
         self.index = CALLBACKS
+        self.task: SimTask | None = None
 
     @property
     def scope(self) -> CallbackQueue | None:
@@ -266,13 +270,23 @@ class CallbackQueue:
                 enabled.append(waiting.popleft())
         if waiting:
             enabled.append(self)
+        self.task = None
         if type(head) is SimTask:
+            self.task = head
             head.fire()
+            if head.done():
+                self.task = None  # asyncio keeps no task that has ended
         elif not head._cancelled:
             if loop.network is None:
                 head._run()
             else:
                 loop.network.run_callback(head)
+
+
+def who_went(chosen: Participant) -> Participant:
+    """Return the task whose step the queue of callbacks has taken, or else who was chosen."""
+    task = chosen.task if type(chosen) is CallbackQueue else None
+    return chosen if task is None else task
 
 
 def _closure_of(function: str, name: str) -> CodeType:

@@ -20,7 +20,7 @@ from weakref import KeyedRef, ref
 from ._cancel import Canceller
 from ._forbidden import is_foreign
 from ._loop import SimLoop
-from ._participants import Participant, SimTask
+from ._participants import Participant, SimTask, who_went
 from ._points import attributes_in, frames_of
 from ._pools import PoolTable
 
@@ -81,8 +81,9 @@ class SetFinder:
         if self._canceller is not None:
             self._canceller.after(chosen)
         self._num_steps += 1
-        if isinstance(chosen, SimTask) and self._num_steps <= MAX_STEPS:
-            for frame in frames_of(chosen):
+        went = who_went(chosen)
+        if isinstance(went, SimTask) and self._num_steps <= MAX_STEPS:
+            for frame in frames_of(went):
                 if not is_foreign(frame.f_code.co_filename):
                     known = frame.f_globals
                     shared = {name: known[name] for name in frame.f_code.co_names if name in known}

@@ -32,6 +32,7 @@ from ._participants import (
     Participant,
     SimTask,
     SimTimer,
+    who_went,
 )
 from ._points import describe_error, inner_line_of, point_of
 from ._pools import AWAKE, IN_FLIGHT, LATE, PoolOp, PoolTable
@@ -206,18 +207,19 @@ class Trace:
         self.num_decisions += len(options) > 1
         waiting = self._loop.waiting
         is_task = chosen.index == CALLBACKS and type(waiting[0]) is SimTask
-        self._recent.append(_weakly(waiting[0] if is_task else chosen))
+        goes = waiting[0] if is_task else chosen
+        self._recent.append(_weakly(goes))
         if self.num_steps > MAX_TRACE_STEPS:
             return
         index = chosen.index
         self._note_options(self._options_now(), by_time=True)
         self.order.begin_step(index)
-        self._effects.begin_step(self.num_steps, self.name_of(chosen))
+        self._effects.begin_step(self.num_steps, self.name_of(goes))
         since = self._since.pop(index, self._num_possible)
         nth = self._nth.get(index, 0)
         self._nth[index] = nth + 1
         self._now = (self._intention(chosen), nth, since, len(options))
-        self._loop.stepping = chosen
+        self._loop.stepping = goes
 
     def after(self, chosen: Participant) -> None:
         """Note what came of the step."""
@@ -247,7 +249,7 @@ class Trace:
         key = self.keys.key_of(chosen)
         canceller = self.keys.canceller
         struck = () if canceller is None else canceller.struck
-        effects = tuple(self._effects.end_step(chosen, self._loop, struck))
+        effects = tuple(self._effects.end_step(who_went(chosen), self._loop, struck))
         self.steps.append(
             Step(who, lane, did, at, reached, time_s, key, nth, since, num_options, effects)
         )

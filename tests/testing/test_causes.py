@@ -247,8 +247,9 @@ async def spins_in_one_step() -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_step_that_spins_is_interrupted_and_named() -> None:
-    failure = art.explore(spins_in_one_step).failure
+@pytest.mark.parametrize("fidelity", ["reorder", "asyncio"])
+def test_a_step_that_spins_is_interrupted_and_named(fidelity: str) -> None:
+    failure = art.explore(spins_in_one_step, fidelity=fidelity).failure
 
     assert failure is not None
     assert isinstance(failure.error, art.StarvationError)
@@ -435,7 +436,8 @@ def test_the_await_that_came_too_late_is_named() -> None:
     assert cause in failure.story
 
 
-def test_an_unheard_notification_is_named() -> None:
+@pytest.mark.parametrize("fidelity", ["reorder", "asyncio"])
+def test_an_unheard_notification_is_named(fidelity: str) -> None:
     async def main() -> None:
         condition = asyncio.Condition()
 
@@ -449,7 +451,7 @@ def test_an_unheard_notification_is_named() -> None:
             await condition.wait()
         await task
 
-    failure = art.explore(main).failure
+    failure = art.explore(main, fidelity=fidelity).failure
 
     assert failure is not None
     assert "too late: notify (Task-1) notified 'condition' at test_causes.py:" in failure.causes[0]

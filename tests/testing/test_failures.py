@@ -273,7 +273,8 @@ class Job:
         self.result = 0
 
 
-def test_a_set_of_plain_objects_has_one_order_in_every_schedule() -> None:
+@pytest.mark.parametrize("fidelity", ["reorder", "asyncio"])
+def test_a_set_of_plain_objects_has_one_order_in_every_schedule(fidelity: str) -> None:
     runs: list[int] = []
     kept: list[list[Job]] = []
 
@@ -298,12 +299,12 @@ def test_a_set_of_plain_objects_has_one_order_in_every_schedule() -> None:
             raise KeyError(*order)
 
     fails = False
-    report = art.explore(main, schedules=30)
+    report = art.explore(main, schedules=30, fidelity=fidelity)
     assert not report.failed
     assert any("jobs, a set of Job," in warning for warning in report.warnings)
 
     fails = True
-    failure = failure_of(main)
+    failure = failure_of(main, fidelity=fidelity)
     with pytest.raises(KeyError) as caught:
         art.replay(main, failure.token)
     assert caught.value.args == failure.error.args

@@ -163,6 +163,37 @@ async def gives_back() -> None:
     assert free
 
 
+async def forgets_what_it_holds() -> None:
+    """A worker that is cancelled late, at its fourth await, keeps what it holds."""
+    held: list[int] = []
+
+    async def worker() -> None:
+        for _ in range(3):
+            await asyncio.sleep(1)
+        held.append(1)
+        await asyncio.sleep(1)
+        held.pop()
+
+    async def tick() -> None:
+        for _ in range(100):
+            await asyncio.sleep(0.05)
+
+    await asyncio.wait([asyncio.create_task(worker(), name="worker"), asyncio.create_task(tick())])
+    assert not held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fidelity", ["reorder", "asyncio"])
+def test_a_cancellation_at_a_late_await_is_found_at_every_fidelity(fidelity: str) -> None:
+    faults = art.Faults().cancel_task("worker")
+    report = art.explore(forgets_what_it_holds, fidelity=fidelity, faults=faults)
+
+    assert report.failed
+    assert report.confirmed is True
+    with pytest.raises(AssertionError):
+        art.replay(forgets_what_it_holds, report.confirmed_token)
+
+
 @pytest.mark.parametrize("pattern", ["request-*", "request", None])
 def test_cancelling_a_task_finds_missing_cleanup(pattern: str | None) -> None:
     faults = art.Faults().cancel_task(pattern)
@@ -183,7 +214,10 @@ def test_a_cancellation_that_comes_through_to_the_main_task_has_passed() -> None
     art.explore(gives_back, schedules=300, faults=faults).check()
 
 
-def test_a_cancelled_task_strikes_at_each_of_its_awaits_and_within_its_budget() -> None:
+@pytest.mark.parametrize("fidelity", ["reorder", "asyncio"])
+def test_a_cancelled_task_strikes_at_each_of_its_awaits_and_within_its_budget(
+    fidelity: str,
+) -> None:
     places: set[int] = set()
     most = 0
 
@@ -203,7 +237,8 @@ def test_a_cancelled_task_strikes_at_each_of_its_awaits_and_within_its_budget() 
         places.update(reached[number] for number in struck)
         most = max(most, len(struck))
 
-    art.explore(main, schedules=300, faults=art.Faults().cancel_task(times=2)).check()
+    faults = art.Faults().cancel_task(times=2)
+    art.explore(main, schedules=300, fidelity=fidelity, faults=faults).check()
 
     assert places == {0, 1, 2, 3}
     assert most == 2

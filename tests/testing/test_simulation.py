@@ -112,8 +112,9 @@ def test_sets_of_tasks_are_walked_in_order() -> None:
     assert art.run(main) == [f"t{i}" for i in range(12)]
 
 
+@pytest.mark.parametrize("fidelity", ["reorder", "asyncio"])
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_task_that_has_ended_is_kept_by_nobody(fails: bool) -> None:
+def test_a_task_that_has_ended_is_kept_by_nobody(fails: bool, fidelity: str) -> None:
     class Held:
         """Something that a task refers to."""
 
@@ -136,7 +137,7 @@ def test_a_task_that_has_ended_is_kept_by_nobody(fails: bool) -> None:
         assert kept() is None
         assert ended() is None
 
-    art.explore(main, schedules=20).check()
+    art.explore(main, schedules=20, fidelity=fidelity).check()
 
 
 # --- contexts ---------------------------------------------------------------------------------
