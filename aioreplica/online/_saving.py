@@ -326,7 +326,7 @@ class Saving:
         except Exception as error:  # noqa: BLE001 - storages and states of users raise anything
             self._failed(error, waiters)
         except BaseException:
-            self._waiters = waiters
+            self._waiters = [*waiters, *self._waiters]  # some have come meanwhile
             raise
         else:
             self._task = OwnedTask(self._settle(learned, waiters), "online checkpoint")

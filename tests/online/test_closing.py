@@ -289,6 +289,32 @@ async def test_who_waits_for_a_disk_that_hangs_is_told_when_the_learner_is_close
 
 
 @pytest.mark.asyncio
+async def test_who_asks_for_a_checkpoint_while_one_begins_is_told_too(folder: Path) -> None:
+    async with asyncio.timeout(60), Counting(folder) as program:
+        learner, asked = program.learner, asyncio.Event()
+
+        async def hangs(*_args: Any, **_options: Any) -> None:
+            asked.set()
+            await asyncio.Event().wait()
+
+        assert program.manager is not None
+        program.manager.save = hangs  # type: ignore[method-assign]
+        await (await learner.submit(example(0)))
+        tasks = [asyncio.ensure_future(learner.checkpoint())]
+        await asked.wait()
+        tasks.append(asyncio.ensure_future(learner.checkpoint()))
+        closing = asyncio.ensure_future(learner.aclose())
+        await until(lambda: learner.state == "closing")
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        told = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [str(each) for each in told] == [
+            "No checkpoint was saved: the learner was closed"
+        ] * 2
+
+
+@pytest.mark.asyncio
 async def test_a_model_that_is_served_is_closed_by_its_learner_alone(folder: Path) -> None:
     async with models(folder, rivals={"b": {}, "c": {}}) as found:
         learner = found["main"].learner
