@@ -84,7 +84,7 @@ class Engine:
         self.learning = Learning(settings, step_fn, serving, self.dead, self.changed)
         self.was_open = before is not None and before.learning.learned_number > 0
         self.requests: deque[RollbackRequest] = deque()
-        self.in_step: deque[Taken] = deque()  # out of the queue, and not settled
+        self.in_step: list[Taken] = []  # out of the queue, and perhaps not settled
         self.is_paused = False
         self.is_closing = False
         self.is_closed = False
@@ -338,9 +338,8 @@ class Engine:
 
     async def _learn_queued(self) -> None:
         with self.learning.under_way.stepping():
-            batch = self.intake.next_batch(self.settings.max_batch)
-            left = self.in_step = deque(batch)
-            again = list[Taken]()
+            batch = self.in_step = self.intake.next_batch(self.settings.max_batch)
+            left, again = deque(batch), list[Taken]()
 
             def done(size: int) -> None:
                 for _ in range(size):
@@ -351,7 +350,7 @@ class Engine:
                 taken_back = await self.learning.learn(batch, done, self._settle, self._tell)
                 again = [taken for taken in taken_back if taken.number > self.backlog_end]
             finally:
-                self.in_step = deque()
+                self.in_step = []
                 self.intake.put_back(again, left)
 
     # ---- what comes of it ----------------------------------------------------------------

@@ -83,7 +83,8 @@ class OnlineLearner:
             `Candidate`; a step that it refuses, with a text or False, is undone, and the example
             to blame found, as if the step had raised.
         publish_if: Judges each version that was kept, in the same way, before it is served. What
-            it refuses is held back: `snapshot()` and `publish_to` stay, and learning goes on.
+            it refuses is held back: `snapshot()` and `publish_to` stay, and learning goes on. So
+            is what it takes longer for than `step_timeout_s`.
         prequential: Predicts each batch before it is learned: figures, and drift.
         sources: Read by the learner itself, by name, such as `FolderSource`; needs a journal.
         challengers: Learners by name that learn the same examples, in batches of their own, until
@@ -293,7 +294,10 @@ class OnlineLearner:
         await pin(self._open_engine(), version)
 
     async def unpin(self) -> None:
-        """Serve the newest version again, unless `publish_if` holds it back; as `pin`."""
+        """Serve the newest version again, unless `publish_if` holds it back; as `pin`.
+
+        One that is being judged is served once it is let through.
+        """
         await unpin(self._open_engine())
 
     @property

@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
@@ -196,6 +197,18 @@ async def refusal_of(gate: GateFunction, candidate: Candidate) -> str:
     raise TypeError(f"A gate returns None, a bool or a text, {gate!r} has returned {found!r}.")
 
 
+async def _verdict(gate: GateFunction, candidate: Candidate, limit_s: float | None) -> str:
+    """Return why a version is held back, "" if it is not."""
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            return await refusal_of(gate, candidate)
+    except Exception as error:  # noqa: BLE001 - it is the user's, and learning goes on
+        is_late = limit.expired()
+        why = f"it took longer than {limit_s:g} s" if is_late else described(error)
+        return f"publish_if has failed: {why}"
+
+
 @final
 class Serving:
     """Keeps the newest snapshot, and the one that is served.
@@ -215,6 +228,7 @@ class Serving:
         self.newest = self.served = Snapshot(0, {})
         self.held = ""
         self.is_pinned = False
+        self._is_judging = False  # the newest one, at this moment
         self._step_check = step_check
         self._publish_if = publish_if
         self._model: Mapping[str, Variable] = {}
@@ -264,18 +278,31 @@ class Serving:
 
         return judge
 
-    async def offer(self, version: int, scalars: Mapping[str, float], num_examples: int) -> None:
+    async def offer(
+        self,
+        version: int,
+        scalars: Mapping[str, float],
+        num_examples: int,
+        limit_s: float | None,
+    ) -> None:
         """Take a new version, and serve it if the gate lets it through and none is pinned.
 
-        A gate that raises holds it back.
+        A gate that raises, or takes longer than `limit_s`, holds it back.
+
+        Cancellation:
+            Holds it back, as it is not judged.
         """
         self.newest = self.look(version)
         if self._publish_if is not None:
             candidate = Candidate(self.served, self.newest, scalars, num_examples)
+            self._is_judging = True
             try:
-                self.held = await refusal_of(self._publish_if, candidate)
-            except Exception as error:  # noqa: BLE001 - it is the user's, and learning goes on
-                self.held = f"publish_if has failed: {described(error)}"
+                self.held = await _verdict(self._publish_if, candidate, limit_s)
+            except BaseException:
+                self.held = "publish_if was ended before it has judged it"
+                raise
+            finally:
+                self._is_judging = False
         if not self.held and not self.is_pinned:
             self.served = self.newest  # it may have got another number meanwhile
 
@@ -310,9 +337,9 @@ class Serving:
         self.is_pinned = True
 
     def unpin(self) -> None:
-        """Serve the newest version again, unless the gate holds that back."""
+        """Serve the newest version again, unless the gate holds that back, or judges it still."""
         self.is_pinned = False
-        if not self.held:
+        if not self.held and not self._is_judging:
             self.served = self.newest
 
     @property

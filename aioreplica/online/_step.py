@@ -236,7 +236,7 @@ class Learning:
             else:
                 self.learned_number = part[-1].number
                 done(len(part))
-                tell(part, result, await self._keep(part, result, judged))
+                await self._keep(part, result, judged, tell)
         return []
 
     async def _step(self, part: list[Taken]) -> StepResult:
@@ -251,20 +251,30 @@ class Learning:
         )
 
     async def _keep(
-        self, part: list[Taken], result: StepResult, judged: Judged | None
-    ) -> tuple[int, ...]:
-        """Publish what a step has made; return drifts."""
-        settings, drifts = self._settings, tuple[int, ...]()
+        self,
+        part: list[Taken],
+        result: StepResult,
+        judged: Judged | None,
+        tell: Callable[[list[Taken], StepResult, tuple[int, ...]], None],
+    ) -> None:
+        """Publish what a step has made, and tell of it.
+
+        Cancellation:
+            Ends the gate or the hook that it waits for; the step is kept and told all the same.
+        """
+        drifts, limit_s = tuple[int, ...](), self._settings.step_timeout_s
         self.last_version += 1
-        await self._serving.offer(self.last_version, result.scalars, len(part))
-        if settings.prequential is not None:
-            drifts = await settings.prequential.add(judged, part, settings.step_timeout_s)
         if self.has_failed:
             self._forget_failures()
         self.num_steps += 1
         self.num_learned += len(part)
         self.step_s += result.step_s
-        return drifts
+        try:
+            await self._serving.offer(self.last_version, result.scalars, len(part), limit_s)
+            if self._settings.prequential is not None:
+                drifts = await self._settings.prequential.add(judged, part, limit_s)
+        finally:
+            tell(part, result, drifts)
 
     async def skip_versions(self, journal: OpenJournal) -> None:
         """Go behind all versions that may have been published; a full disk is asked again."""

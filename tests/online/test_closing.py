@@ -10,7 +10,7 @@ import pytest
 import aioreplica as ar
 from aioreplica import testing as art
 from aioreplica.errors import CheckpointError, ContextError, StallError
-from aioreplica.online import Journal
+from aioreplica.online import Journal, Prequential
 
 from .program import Counting, example
 from .test_journal import Failing
@@ -312,6 +312,115 @@ async def test_who_asks_for_a_checkpoint_while_one_begins_is_told_too(folder: Pa
         assert [str(each) for each in told] == [
             "No checkpoint was saved: the learner was closed"
         ] * 2
+
+
+# ---- gates and hooks that hang -------------------------------------------------------------
+
+
+class Hanging:
+    """A gate, or a hook behind a detector that finds a drift in everything, which never ends."""
+
+    drift_detected = True
+
+    def __init__(self, *, swallows: bool = False) -> None:
+        self.asked, self.go, self.swallows = asyncio.Event(), asyncio.Event(), swallows
+
+    def update(self, _x: float) -> None:
+        """Take a value."""
+
+    async def __call__(self, *_given: object) -> bool:
+        self.asked.set()
+        while not self.go.is_set():
+            try:
+                await self.go.wait()
+            except asyncio.CancelledError:
+                if not self.swallows:
+                    raise
+        return True
+
+
+@pytest.mark.parametrize("where", ["gate", "hook"])
+@pytest.mark.parametrize("grace_s", [1.0, None])
+def test_who_waits_for_a_ticket_is_told_if_closing_ends_a_gate_or_a_hook(
+    where: str, grace_s: float | None
+) -> None:
+    async def main() -> None:
+        hanging = Hanging()
+        options: dict[str, Any] = {"publish_if": hanging}
+        if where == "hook":
+            drifts = Prequential(
+                lambda _snapshot, ids: ids, {}, detector=lambda: hanging, on_drift=hanging,
+                split=lambda batch: (batch["id"], batch["id"]),
+            )  # fmt: skip
+            options = {"prequential": drifts}
+        program = Counting(max_batch=1, grace_s=grace_s, **options)
+        async with asyncio.timeout(60), program.strategy:
+            learner = await program.learner.__aenter__()
+            records = learner.records()
+            tickets = [await learner.submit(example(i)) for i in range(2)]
+            await hanging.asked.wait()
+            closing = asyncio.ensure_future(learner.aclose())
+            await until(lambda: learner.state == "closing")
+            if grace_s is None:
+                closing.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await closing
+            else:
+                with pytest.warns(RuntimeWarning, match="after 1 s with 1 examples left"):
+                    await closing
+            assert await tickets[0] == 1
+            with pytest.raises(ContextError, match="closed before the example was learned"):
+                await tickets[1]
+            [record] = [each async for each in records]
+            held = "" if where == "hook" else "publish_if was ended before it has judged it"
+            assert (record.version, record.held) == (1, held)
+            now = learner.statistics()
+            assert (now.num_learned, now.held) == (1, held)
+            assert now.version == (1 if where == "hook" else 0)
+
+    art.run(main)
+
+
+@pytest.mark.parametrize("is_journalled", [True, False])
+def test_who_waits_for_a_ticket_is_told_if_a_gate_cannot_be_ended(
+    folder: Path, is_journalled: bool
+) -> None:
+    async def main() -> None:
+        gate = Hanging(swallows=True)
+        program = Counting(folder if is_journalled else None, publish_if=gate, grace_s=1.0)
+        async with asyncio.timeout(60), program.strategy:
+            learner = await program.learner.__aenter__()
+            ticket = await learner.submit(example(0))
+            await gate.asked.wait()
+            with pytest.raises(StallError):
+                await learner.aclose()
+            with pytest.raises(ContextError, match="closed before the example was learned"):
+                await ticket
+            gate.go.set()
+            await until(lambda: learner.state == "closed")
+            assert program.learned() == [1]
+
+    art.run(main)
+
+
+def test_what_was_not_judged_is_not_served_when_the_learner_is_opened_again() -> None:
+    async def main() -> None:
+        gate = Hanging()
+        program = Counting(publish_if=gate, grace_s=1.0)
+        async with asyncio.timeout(60), program.strategy:
+            learner = await program.learner.__aenter__()
+            await learner.submit(example(0))
+            await gate.asked.wait()
+            with pytest.warns(RuntimeWarning, match="was closed after 1 s"):
+                await learner.aclose()
+            async with learner:
+                assert not learner.snapshot()[program.counts].any()
+                assert learner.statistics().held == "publish_if was ended before it has judged it"
+                gate.go.set()
+                assert await (await learner.submit(example(1))) == learner.version == 2
+                assert program.learned() == [1, 1]
+
+    art.run(main)
 
 
 @pytest.mark.asyncio

@@ -93,6 +93,56 @@ def test_a_check_that_hangs_ends_with_the_time_of_the_step() -> None:
     art.run(main)
 
 
+def test_a_verdict_that_hangs_ends_with_the_time_of_a_step_and_holds_back() -> None:
+    async def main() -> None:
+        async def hang(candidate: Candidate) -> str:
+            if has_learned(candidate, program, BAD):
+                await asyncio.Event().wait()
+            return ""
+
+        program = Counting(publish_if=hang, step_timeout_s=5.0, max_batch=1)
+        async with asyncio.timeout(60), program:
+            learner = program.learner
+            assert await (await learner.submit(example(0))) == 1
+            assert await (await learner.submit(example(BAD))) == 2
+            now = learner.statistics()
+            assert now.held == "publish_if has failed: it took longer than 5 s"
+            assert (now.version, now.newest_version, now.num_learned) == (1, 2, 2)
+            await learner.pause()
+
+    art.run(main)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_good", [True, False])
+async def test_unpin_serves_no_version_that_is_being_judged(folder: Path, is_good: bool) -> None:
+    asked, go = asyncio.Event(), asyncio.Event()
+
+    async def gate(_candidate: Candidate) -> bool:
+        asked.set()
+        await go.wait()
+        return is_good
+
+    async with Counting(folder, publish_if=gate, publish_to=folder / "model") as program:
+        learner = program.learner
+        await learner.pin()
+        ticket = await learner.submit(example(0))
+        await asked.wait()
+        unpinning = asyncio.ensure_future(learner.unpin())
+        while learner.statistics().is_pinned:
+            await asyncio.sleep(0)
+        version = learner.version
+        go.set()
+        assert (version, await ticket) == (0, 1)
+        await unpinning
+        assert learner.version == int(is_good)
+        assert bool(learner.statistics().held) is not is_good
+    async with Counting(folder, publish_if=gate) as again:
+        now = again.learner.statistics()
+        assert (now.version, now.newest_version) == (int(is_good), 1)
+        assert bool(now.held) is not is_good
+
+
 @pytest.mark.asyncio
 async def test_a_version_is_held_back_until_the_gate_lets_one_through(folder: Path) -> None:
     is_open = False
