@@ -136,9 +136,9 @@ class Engine:
             if self.is_owner:
                 undo.push_async_callback(self.models.end)
                 await self.models.open()
-                self.intake.ask(self.champion.journal)
             else:
                 self.intake.close(f"{self.model!r} is a challenger: it takes no examples itself.")
+            self.intake.ask(self.champion.dead)
             own, size = self.settings, min(self.settings.max_batch, self.settings.queue_size)
             self.followers = followers(own.sources, own.validate, size, self.intake, self.journal)
             await self.publishing.open()
@@ -267,6 +267,7 @@ class Engine:
 
     async def _act(self) -> None:
         """Do what is to be done next, or wait until something changes."""
+        await self.dead.try_again(self.owner.intake.num_commits)
         learning, now = self.learning, asyncio.get_running_loop().time()
         if self is self.owner.champion:
             self.owner.intake.settle_followers(learning.learned_number, self.version)

@@ -24,7 +24,7 @@ import anyio
 from ..errors import ContextError, JournalError, PoisonedExampleError
 from ..tree import Tree
 from ._example import as_example, unpack_example
-from ._journal import OpenJournal
+from ._journal import DeadLetters, OpenJournal
 from ._journal_format import Entry, Waiting
 from ._ticket import Signal, Ticket
 
@@ -133,7 +133,8 @@ class Intake:
         self.journal_error = ""
         self.last_number = self._freed_to = last_number
         self.size = queue_size
-        self._journal = self._asked = journal
+        self._journal = journal
+        self._asked = DeadLetters(journal)
         self._is_read = is_read
         self._changed = changed
         self._pending: deque[ExampleGroup] = deque()  # not saved yet
@@ -334,7 +335,6 @@ class Intake:
     async def _follow(self, submission: ExampleGroup, first: int) -> None:
         """Give tickets of a known key the numbers, and the fate, of the first submission."""
         numbers = range(first, first + len(submission.tickets))
-        assert self._asked is not None  # it knew the key
         try:
             fates = await self._asked.fates(numbers)
         except JournalError as error:
@@ -348,7 +348,7 @@ class Intake:
 
     async def ticket_of(self, number: int) -> Ticket:
         """See `OnlineLearner.ticket`."""
-        if self._asked is None:
+        if self._journal is None:
             raise ContextError("Only a journal knows examples by number. Pass journal=path.")
         if not 1 <= number <= self.last_number:
             raise KeyError(number)
@@ -395,9 +395,9 @@ class Intake:
         """Return the numbers up to one that somebody follows."""
         return [number for number in self._followers if number <= to]
 
-    def ask(self, journal: OpenJournal | None) -> None:
+    def ask(self, dead: DeadLetters) -> None:
         """Ask what became of examples as a model sees it, from now on."""
-        self._asked = journal
+        self._asked = dead
 
     def next_batch(self, size: int) -> list[Taken]:
         """Take the first examples out of the queue; they keep their places."""

@@ -275,6 +275,7 @@ class DeadLetters:
         self._journal = journal
         self._kept: deque[DeadLetter] = deque(maxlen=KEPT_IN_MEMORY)  # without a journal
         self._unsaved: list[Dead] = []
+        self._num_commits = 0  # of the journal, when it was looked at last
 
     def take_over(self, other: DeadLetters) -> None:
         """Take what an earlier opening keeps in memory, or has not written down."""
@@ -298,6 +299,26 @@ class DeadLetters:
                 return str(error)
             self._unsaved = []
         return ""
+
+    async def try_again(self, num_commits: int) -> None:
+        """Write down what is not yet, if the journal has taken more commits by now."""
+        if num_commits != self._num_commits:
+            self._num_commits = num_commits
+            await self.save()
+
+    async def fates(self, numbers: Sequence[int]) -> dict[int, int | str]:
+        """Return what became of examples, see `JournalFile.fates`, written down or not.
+
+        Raises:
+            JournalError: If the journal cannot be read.
+        """
+        assert self._journal is not None  # or there are no numbers to ask for
+        found = await self._journal.fates(numbers)
+        unsaved: dict[int | str, str] = {each.number: each.error for each in self._unsaved}
+        for number in numbers:
+            now = found.get(number, number)
+            found[number] = unsaved.get(now, now)
+        return found
 
     async def take_back(self, numbers: Sequence[int]) -> set[int]:
         """Make examples of dead letters again; return the numbers of those that still were.

@@ -476,7 +476,7 @@ class Promotions:
         intake, before = self._owner.intake, self._models.champion_name
         engine.renumber(version)
         self._models.champion_name, self._owner.champion = name, engine
-        intake.ask(engine.journal)
+        intake.ask(engine.dead)
         for number in intake.followed(engine.learning.learned_number):
             self._models.settle(engine, number, engine.untold.get(number, version))
         self._models.free(engine)

@@ -423,6 +423,34 @@ async def test_no_checkpoint_leaves_a_dead_letter_behind(folder: Path) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_dead_letter_that_is_not_written_yet_is_one_for_who_asks_again(
+    folder: Path,
+) -> None:
+    failing = Failing()
+    journal = Journal(folder / "journal.db", connect=failing.connect)
+    async with Counting(folder, journal=journal) as program:
+        learner = program.learner
+        failing.fails_at = lambda statement: "INTO dead" in statement
+        bad = example(0, 1.0)
+        tickets = [await learner.submit(bad, key="k")]
+        with pytest.raises(ar.errors.PoisonedExampleError):
+            await tickets[0]
+        await learner.pause()  # it is behind the step
+        tickets += [await learner.submit(bad, key="k"), await learner.ticket(1)]
+        for ticket in tickets:
+            with pytest.raises(ar.errors.PoisonedExampleError, match="1 was set aside: ValueError"):
+                await ticket
+        assert await learner.dead_letters() == ()
+        failing.fails_at = lambda _statement: False
+        learner.resume()
+        await (await learner.submit(example(1)))  # there is room again, for the letter too
+        assert [letter.number for letter in await learner.dead_letters()] == [1]
+        await learner.discard(1)
+        with pytest.raises(ar.errors.PoisonedExampleError, match="1 was set aside, and discarded"):
+            await (await learner.submit(bad, key="k"))
+
+
+@pytest.mark.asyncio
 async def test_a_checkpoint_that_fails_is_told_and_tried_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
