@@ -58,7 +58,8 @@ class FolderSource:
         self._poll_s = checked_seconds("poll_s", poll_s)
         if not poll_s:
             raise ValueError("poll_s must be greater than 0.")
-        self._seen: set[str] | None = None  # names of all files that were ever there
+        self._seen = set[str]()  # names of all files that were ever there
+        self._has_looked = False
 
     async def read(self, *, after: str | None) -> Sequence[tuple[str, object]]:
         """Return examples behind an offset, each with its own; wait until there are some.
@@ -77,28 +78,41 @@ class FolderSource:
         position, _, current = ("0", "", "") if after is None else after.partition(" ")
         if not position.isdecimal():
             raise ValueError(f"{after!r} is no offset of a FolderSource.")
-        names = sorted(path.name for path in self._folder.glob(self._pattern) if path.is_file())
-        self._look_for_late_ones(names, current)
-        ahead = [name for name in names if name >= current]
+        found: list[tuple[str, object]] = []
+        ahead, left = self._files_ahead(current), MAX_BYTES
         for name in ahead:
             start = int(position) if name == current else 0
-            found = self._lines(name, start, is_last=name == ahead[-1])
-            if found:
-                return found
-        return []
+            try:
+                left -= self._take_lines(found, name, start, left, is_last=name == ahead[-1])
+            except OSError:
+                if not found:
+                    raise
+                break  # the next read begins with that file
+            if len(found) >= MAX_LINES or (found and left <= 0):
+                break
+        return found
 
-    def _look_for_late_ones(self, names: Sequence[str], current: str) -> None:
-        seen = {*names} if self._seen is None else self._seen
-        for name in names:
-            if name < current and name not in seen:
+    def _files_ahead(self, current: str) -> list[str]:
+        """Return the names from the current one on, in order; warn of files that came too late."""
+        ahead, seen = list[str](), self._seen
+        for path in self._folder.glob(self._pattern):
+            name, is_new = path.name, path.name not in seen
+            if is_new and not path.is_file():
+                continue
+            if name >= current:
+                ahead.append(name)
+            elif is_new and self._has_looked:
                 LOGGER.warning(
-                    "%s is not read: a file with a later name was read before it came.",
-                    self._folder / name,
+                    "%s is not read: a file with a later name was read before it came.", path
                 )
-        self._seen = seen | {*names}
+            seen.add(name)
+        self._has_looked = True
+        return sorted(ahead)
 
-    def _lines(self, name: str, start: int, *, is_last: bool) -> list[tuple[str, object]]:
-        found: list[tuple[str, object]] = []
+    def _take_lines(
+        self, found: list[tuple[str, object]], name: str, start: int, most: int, *, is_last: bool
+    ) -> int:
+        """Put the lines of a file behind those that were found; return how many bytes they have."""
         with (self._folder / name).open("rb") as file:
             size, position = os.fstat(file.fileno()).st_size, start
             if size < start:
@@ -107,14 +121,14 @@ class FolderSource:
                     "new files with later names, or append to the last one."
                 )
             file.seek(start)
-            while len(found) < MAX_LINES and (not found or position - start < MAX_BYTES):
+            while len(found) < MAX_LINES and (not found or position - start < most):
                 line = file.readline()
                 if not line or (is_last and not line.endswith(b"\n")):
                     break  # nobody knows how it goes on
                 position += len(line)
                 if line.strip():
                     found.append((f"{position} {name}", self._parsed(line)))
-        return found
+        return position - start
 
     def _parsed(self, line: bytes) -> object:
         try:

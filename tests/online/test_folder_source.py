@@ -82,6 +82,54 @@ def test_empty_lines_do_not_end_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     art.run(main)
 
 
+def test_one_read_takes_the_lines_of_many_files_and_asks_once_what_each_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of many small files is read in a time that grows with their number, no faster."""
+    asked, look = list[str](), Path.is_file
+
+    def is_file(path: Path) -> bool:
+        asked.append(path.name)
+        return look(path)
+
+    monkeypatch.setattr(module, "MAX_LINES", 10)
+    monkeypatch.setattr(Path, "is_file", is_file)
+    names = [f"{i:02}.jsonl" for i in range(40)]
+    for i, name in enumerate(names):
+        write(tmp_path, name, f"{i}\n")
+    source = FolderSource(tmp_path)
+
+    async def main() -> None:
+        after, found = None, list[Any]()
+        for _ in range(4):
+            pairs = await source.read(after=after)
+            after = pairs[-1][0]
+            found += [each for _, each in pairs]
+        assert found == [*range(40)]
+        write(tmp_path, "40.jsonl", "40\n")
+        assert await source.read(after=after) == [("3 40.jsonl", 40)]
+
+    art.run(main)
+    assert sorted(name for name in asked if name.endswith(".jsonl")) == [*names, "40.jsonl"]
+
+
+def test_lines_before_a_file_that_cannot_be_read_are_read(tmp_path: Path) -> None:
+    write(tmp_path, "1.jsonl", "1\n")
+    write(tmp_path, "2.jsonl", "2\n")
+    source = FolderSource(tmp_path)
+
+    async def main() -> None:
+        assert [each for _, each in await source.read(after=None)] == [1, 2]
+        (tmp_path / "2.jsonl").unlink()
+        (tmp_path / "2.jsonl").mkdir()  # the name is known as that of a file
+        assert await source.read(after=None) == [("2 1.jsonl", 1)]
+        with pytest.raises(IsADirectoryError):
+            async with asyncio.timeout(5.0):  # virtual
+                await source.read(after="2 1.jsonl")
+
+    art.run(main)
+
+
 def test_what_cannot_be_parsed_is_told_in_its_place(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"x": 1}\nno JSON\n\xff\n7\n')
 
