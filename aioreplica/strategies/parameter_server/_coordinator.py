@@ -27,7 +27,7 @@ from ._packing import (
 from ._per_worker_variable import PerWorkerVariable, VariableOf
 from ._queue import ClosureQueue, ScheduledClosure
 from ._remote_value import RemoteValue
-from ._runner import ClosureRunner, wait_among
+from ._runner import ClosureRunner, wait_among, wake
 from ._strategy import ParameterServerStrategy, check_count
 
 T = TypeVar("T")
@@ -364,14 +364,16 @@ class ClusterCoordinator:
         Cancellation:
             Raised again once closing is done.
         """
-        if self._state == "open":
-            self._require_open()
-            await self._runner.close(ContextError("The coordinator was closed."))
-            self._strategy.drop_coordinator(self)
-        self._state = "closed"
-        for waiter in [*self._runner.idle, *self._runner.room]:
-            if not waiter.done():
-                waiter.set_result(None)
+        try:
+            if self._state == "open":
+                self._require_open()
+                await self._runner.close(ContextError("The coordinator was closed."))
+        finally:
+            if not self._runner.is_open:  # it is closed, even if that was cancelled
+                self._strategy.drop_coordinator(self)
+                self._state = "closed"
+                for waiter in [*self._runner.idle, *self._runner.room]:
+                    wake(waiter)
 
     async def __aenter__(self) -> Self:
         if self._state == "closed":
@@ -385,10 +387,8 @@ class ClusterCoordinator:
 
     def __repr__(self) -> str:
         queue = self._runner.queue
-        return (
-            f"<ClusterCoordinator | {self._state}, {queue.depth} queued, "
-            f"{queue.num_running} running>"
-        )
+        counts = f"{queue.depth} queued, {queue.num_running} running"
+        return f"<ClusterCoordinator | {self._state}, {counts}>"
 
 
 def _not_open_error(strategy: object, *, is_closed: bool) -> ContextError:

@@ -96,7 +96,7 @@ class ClosureRunner:
         if self._outbox and (self._sending is None or self._sending.is_done):
             self._sending = self.start(self._send(), "closures on their way")
         while self.room and self.queue.has_room:
-            if _wake(self.room.popleft()):
+            if wake(self.room.popleft()):
                 break
         if self.queue.is_idle and self.idle:
             self._wake_idle()
@@ -279,7 +279,7 @@ class ClosureRunner:
                 self._ended(closure)
             self.queue.ended(is_alone=is_alone)
             while self.room and not is_alone:
-                _wake(self.room.popleft())
+                wake(self.room.popleft())
             self.pump()
 
     async def _tell_servers(self, numbers: Sequence[int] = ()) -> None:
@@ -330,7 +330,15 @@ class ClosureRunner:
         What runs is stopped if the engine can end it where it is. If it goes on, it keeps its place
         for who opens a coordinator again, and its result is let go when it is over, if this is for
         good.
+
+        Cancellation:
+            Raised again once closing is done.
         """
+        closing = OwnedTask(self._close(error, is_for_good), "end of a coordinator")
+        await closing.ended()
+        await closing
+
+    async def _close(self, error: Exception, is_for_good: bool) -> None:
         if self.queue.is_idle:
             await self._tell_servers()
         elif not self.queue.is_ending:
@@ -420,7 +428,7 @@ def _not_again(closure: ScheduledClosure) -> WorkerLostError:
     )
 
 
-def _wake(waiter: asyncio.Future[BaseException | None]) -> bool:
+def wake(waiter: asyncio.Future[BaseException | None]) -> bool:
     """Wake who waits; False if nobody does any more."""
     if waiter.done():
         return False

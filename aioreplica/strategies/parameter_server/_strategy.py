@@ -38,6 +38,9 @@ class Coordinator(Protocol):
     def begin_with_cluster(self) -> None:
         """Run closures on a cluster that is there again."""
 
+    async def aclose(self) -> None:
+        """End what is not over, and belong to the strategy no more."""
+
 
 class Manager(Protocol):
     """Interface of a `CheckpointManager` for `reopen`."""
@@ -354,7 +357,7 @@ class ParameterServerStrategy(Strategy):
         return found
 
     async def aclose(self) -> None:
-        """End closures, disconnect, and end a local cluster. Idempotent."""
+        """End closures and the coordinator, disconnect, and end a local cluster. Idempotent."""
         try:
             await super().aclose()
         finally:
@@ -363,6 +366,8 @@ class ParameterServerStrategy(Strategy):
                     if self._reopening is not None:
                         self._reopening.cancel()
                         await self._reopening.ended()
+                    if self._coordinator is not None:
+                        await self._coordinator.aclose()
                     if self.runner is not None:
                         await self.runner.leave()
                 finally:

@@ -9,7 +9,8 @@ import anyio
 import pytest
 
 import aioreplica as ar
-from aioreplica.errors import ClosureCancelledError
+from aioreplica.cluster import LocalClosureEngine
+from aioreplica.errors import ClosureCancelledError, ContextError
 from tests.parameter_server.coordinating import Gate, coordinating, hold, identity
 from tests.sequencer import idle
 from tests.strategies.parameter_server.opening import UNDER_WAY, until
@@ -94,6 +95,56 @@ async def test_what_still_runs_is_followed_until_the_strategy_is_closed(
         assert "closure 0 hold" not in names_of_tasks()
         assert "closure on worker-0" in names_of_tasks()
         gate.open()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_busy", [False, True])
+async def test_a_close_that_is_cancelled_is_done_all_the_same(
+    is_busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, asked, answer = Gate(), asyncio.Event(), asyncio.Event()
+
+    async def report(*_args: object) -> list[object]:
+        asked.set()
+        await answer.wait()
+        return []
+
+    async with coordinating(num_workers=1) as (strategy, coordinator):
+        if is_busy:
+            await coordinator.schedule(hold, (gate,))
+            await gate.reached()
+        with monkeypatch.context() as slow:
+            slow.setattr(strategy.servers, "report", report)
+            closing = asyncio.ensure_future(coordinator.aclose())
+            await asked.wait()
+            closing.cancel()
+            await idle()
+            assert not closing.done()
+            answer.set()
+            with pytest.raises(asyncio.CancelledError):
+                await closing
+        assert strategy.coordinator is None
+        assert "watch over closures" not in names_of_tasks()
+        with pytest.raises(ContextError, match=r"coordinator of .* is closed"):
+            await coordinator.join()
+        gate.open()
+        async with ar.ClusterCoordinator(strategy) as another:
+            assert await (await another.schedule(identity, (7,))).fetch() == 7
+
+
+@pytest.mark.asyncio
+@pytest.mark.usefixtures("no_task_left")
+async def test_a_coordinator_that_was_not_closed_is_closed_with_its_strategy() -> None:
+    async with ar.ParameterServerStrategy(LocalClosureEngine(1)) as strategy:
+        coordinator = ar.ClusterCoordinator(strategy)
+        assert await (await coordinator.schedule(identity, (7,))).fetch() == 7
+    assert strategy.coordinator is None
+    assert "watch over closures" not in names_of_tasks()
+    async with strategy:
+        again = ar.ClusterCoordinator(strategy)
+        assert await (await again.schedule(identity, (8,))).fetch() == 8
+        with pytest.raises(ContextError, match="is closed"):
+            await coordinator.join()
 
 
 def names_of_tasks() -> set[str]:
