@@ -85,27 +85,22 @@ class WorkerWatch:
                 async with asyncio.timeout(left):
                     await self._look_sooner.wait()
             now = _now()
-            for closure in queue.overdue(now):
-                self._restart_worker_of(closure)
+            overdue: dict[str, list[ScheduledClosure]] = {}
+            for closure in queue.overdue(now):  # before any of them is with another worker
+                overdue.setdefault(closure.worker or "", []).append(closure)
+            for worker, closures in overdue.items():
+                self._restart_worker(worker, closures)
             alone_s = queue.alone_for(now)
             if alone_s is not None:
                 self._nobody_comes(alone_s)
             self._send_again(queue.take_back(now))
 
-    def _restart_worker_of(self, closure: ScheduledClosure) -> None:
-        worker, limit = closure.worker or "", closure.timeout_s or 0.0
+    def _restart_worker(self, worker: str, overdue: list[ScheduledClosure]) -> None:
         self._hung.add(worker)
         lost = self._runner.queue.lose_worker(_now(), worker)
-        self._runner.failed(
-            closure,
-            StallError(
-                f"The closure {closure.fn_name} was given {limit:g} s, and its worker {worker} has "
-                f"not answered for {limit + GRACE_S:g} s: it hangs, or the closure holds the GIL. "
-                "It gets no closures any more, and is told to restart.",
-                timeout_s=closure.timeout_s,
-            ),
-        )
-        self._send_again([each for each in lost if each is not closure])
+        for closure in overdue:
+            self._runner.failed(closure, _not_answered(closure, worker))
+        self._send_again([each for each in lost if each not in overdue])
         self._runner.start(self._restart(worker), f"restart of worker {worker}")
 
     async def _restart(self, worker: str) -> None:
@@ -137,6 +132,16 @@ class WorkerWatch:
             if len(closure.lost_with) >= self._max_attempts:
                 self._runner.failed(closure, _given_up(closure, self._max_attempts))
         self._runner.pump()
+
+
+def _not_answered(closure: ScheduledClosure, worker: str) -> StallError:
+    limit = closure.timeout_s or 0.0
+    return StallError(
+        f"The closure {closure.fn_name} was given {limit:g} s, and its worker {worker} has "
+        f"not answered for {limit + GRACE_S:g} s: it hangs, or the closure holds the GIL. "
+        "It gets no closures any more, and is told to restart.",
+        timeout_s=closure.timeout_s,
+    )
 
 
 def _given_up(closure: ScheduledClosure, max_attempts: int) -> WorkerLostError:

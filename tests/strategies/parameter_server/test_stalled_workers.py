@@ -101,6 +101,42 @@ def test_a_worker_that_hangs_is_restarted_and_its_place_is_taken() -> None:
 
 
 @pytest.mark.usefixtures("no_gates")
+@pytest.mark.parametrize("isolate", [False, True])
+def test_closures_that_hang_together_cost_their_worker_only(
+    isolate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it was taken away the other one got the second of them, and was restarted as well."""
+    restarted, restart = [], LocalClosureEngine.restart_worker
+
+    async def noted(engine: LocalClosureEngine, worker: str) -> bool:
+        restarted.append(worker)
+        return await restart(engine, worker)
+
+    two_each = property(lambda engine: dict.fromkeys(engine._workers, 2))
+    monkeypatch.setattr(LocalClosureEngine, "workers_now", two_each)
+    monkeypatch.setattr(LocalClosureEngine, "restart_worker", noted)
+
+    async def main() -> None:
+        async with opened(1) as (strategy, coordinator):
+            remotes = [
+                await coordinator.schedule(ignore_all_until_gate_0, timeout_s=1.0, isolate=isolate)
+                for _ in range(2)
+            ]
+            await until(lambda: 0 in gates)
+            strategy.engine.add_worker()
+            for remote in remotes if isolate else remotes[:1]:
+                with pytest.raises(StallError, match="its worker worker-0 has not answered"):
+                    await remote.fetch()
+            await until(lambda: "worker-2" in strategy.engine.workers_now)
+            assert restarted == ["worker-0"]
+            with suppress(StallError):
+                await coordinator.join()
+            gates[0].set()
+
+    art.run(main)
+
+
+@pytest.mark.usefixtures("no_gates")
 def test_a_healthy_worker_with_much_to_do_is_not_thought_to_hang() -> None:
     """The clock of a closure starts when the one before has ended."""
 
