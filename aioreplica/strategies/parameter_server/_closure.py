@@ -90,13 +90,14 @@ class Closure:
         context = ClosureContext(self, worker)
         with _reported(context):
             fn, args, kwargs = unpack_call(self.call, context)
+            limit = asyncio.timeout(self.timeout_s)
             try:
-                async with asyncio.timeout(self.timeout_s):
+                async with limit:
                     result = await fn(*args, **kwargs)
                     context.confirm()
                     return _pack_result(result, context)
-            except TimeoutError as error:
-                if self.timeout_s is None or error.__cause__ is None:
+            except TimeoutError:
+                if not limit.expired():  # it is the function's own
                     raise
                 raise _too_slow(self, worker, "") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from typing import Any
 
@@ -9,8 +10,11 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
+import aioreplica.testing as art
 from aioreplica.cluster import LocalClosureEngine
+from aioreplica.errors import StallError
 from aioreplica.strategies.parameter_server._packing import Packed
+from tests.strategies.parameter_server.opening import opened
 
 
 async def descend_twice(w: Any, optimizer: Any, rows: Any) -> None:
@@ -87,3 +91,27 @@ async def test_bags_of_a_cut_table_pull_and_push_their_rows_only() -> None:
         expected[5] -= mean / 2
         expected[1] -= mean / 2 + start[1]
         np.testing.assert_allclose(await table.read(), expected)
+
+
+async def wait_at_most(limit_s: float) -> None:
+    async with asyncio.timeout(limit_s):
+        await asyncio.sleep(30.0)
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "kind", "text"),
+    [(10.0, TimeoutError, None), (60.0, StallError, "has not ended within 20 s")],
+)
+def test_a_timeout_of_its_own_is_not_that_of_the_closure(
+    limit_s: float, kind: type[Exception], text: str | None
+) -> None:
+    async def main() -> None:
+        async with opened(1) as (_, coordinator):
+            remote = await coordinator.schedule(
+                wait_at_most, (limit_s,), timeout_s=20.0, isolate=True
+            )
+            with pytest.raises(TimeoutError, match=text) as caught:
+                await remote.fetch()
+            assert type(caught.value) is kind
+
+    art.run(main)
