@@ -122,10 +122,12 @@ class Elsewhere:
                 spec = variable.spec
                 for i, part in split_value(spec, variable._cell.components[0]):
                     values[spec.shards[i].server][spec.variable_id, i] = part
+            optimizers = _optimizers_among(restored, composites := [*composites])
             slots = self._restored_slots(composites)
             await self._servers.place([*anew, *self._servers.pending.values()])
+            epoch, oldest = self._servers.epoch, self._servers.oldest
             calls = {
-                server: (each, slots.get(server, {}), self._servers.epoch, self._servers.oldest)
+                server: (each, slots.get(server, {}), epoch, oldest, optimizers)
                 for server, each in values.items()
             }
             await self._servers.all(calls, "load")
@@ -165,3 +167,11 @@ class Elsewhere:
 
     def __repr__(self) -> str:
         return f"<Elsewhere | {self._servers!r}>"
+
+
+def _optimizers_among(restored: Iterable[ServedVariable], composites: Iterable[Any]) -> list[int]:
+    """Return the numbers of the optimizers that a checkpoint has brought."""
+    numbers = {variable.spec.variable_id for variable in restored}
+    counters = (getattr(settings, "iterations", None) for settings in composites)
+    own = (each.spec.variable_id for each in counters if isinstance(each, ServedVariable))
+    return [number for number in own if number in numbers]

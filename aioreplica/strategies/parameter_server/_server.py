@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -275,23 +275,25 @@ class ParameterServer:
 
     def load(
         self, values: Mapping[Key, Array], slots: Mapping[tuple[Key, int], Mapping[str, Array]],
-        epoch: int, oldest: int,
+        epoch: int, oldest: int, optimizers: Collection[int] = (),
     ) -> None:  # fmt: skip
-        """Take values of a checkpoint; slots of these shards that are not given are forgotten.
+        """Take values of a checkpoint.
 
         Args:
             values: By shard.
             slots: By shard and optimizer, then by name.
             epoch: From now on; pushes of another one are dropped.
             oldest: The oldest closure that is not over.
+            optimizers: Those that were restored: slots of these shards that are not given are
+                forgotten.
         """
         for key, value in values.items():
             shard = self._shards[key]
             shard.store.write({shard: (frozen(value),)})
-            for optimizer in self._optimizers.values():
-                optimizer.settings.slots.made.pop(shard)
-            for waiting in self._restored.values():
-                waiting.pop(key, None)
+            for number in optimizers:
+                if number in self._optimizers:
+                    self._optimizers[number].settings.slots.made.pop(shard)
+                self._restored.get(number, {}).pop(key, None)
         for (key, number), given in slots.items():
             known = self._optimizers.get(number)
             if known is not None:

@@ -133,7 +133,7 @@ def test_gradients_that_are_too_old_are_dropped_and_counted() -> None:
     assert (report.stale, report.max_staleness, report.staleness_sum) == (1, 2, 1)
 
 
-def test_slots_come_back_with_the_values_and_are_forgotten_without() -> None:
+def test_slots_come_back_with_their_optimizer_and_are_forgotten_without() -> None:
     server = new_server(1.0)
     learn(server, ar.optimizers.SGD(1.0, momentum=0.5))
     server.push(Stamp(0, 0, 0), [gradient(0, 1.0)])
@@ -145,6 +145,8 @@ def test_slots_come_back_with_the_values_and_are_forgotten_without() -> None:
     server.push(Stamp(1, 1, 0), [gradient(0, 1.0)])
     assert value_of(server) == -2.0  # 2 * 0.5 + 1
     server.load({W: np.array(0.0)}, {}, 2, 0)
+    assert [slot for _, slot, *_ in server.slots()] == [(ITERATIONS[0], "momentum")]
+    server.load({W: np.array(0.0)}, {}, 3, 0, ITERATIONS[:1])
     assert server.slots() == []
 
 

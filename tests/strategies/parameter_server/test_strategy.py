@@ -190,6 +190,35 @@ async def test_a_restored_checkpoint_goes_on_as_before(is_lost: bool, tmp_path: 
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("is_partial", [False, True])
+async def test_restoring_a_variable_alone_leaves_its_slots(
+    is_partial: bool, tmp_path: Path
+) -> None:
+    start = np.arange(10.0).reshape(5, 2)
+    plain, rule = ar.Variable(start), ar.optimizers.Adam(0.1)
+    for value in (None, start, None):
+        if value is not None:
+            await plain.assign(value)
+        await rule.apply_gradients([(plain.value - 0.5, plain)])
+    partitioner = ar.FixedShardsPartitioner(2)
+    async with (
+        ar.CheckpointManager(tmp_path) as manager,
+        opened(num_ps=2, variable_partitioner=partitioner) as (strategy, coordinator),
+    ):
+        with strategy.scope():
+            w, optimizer = ar.Variable(start), ar.optimizers.Adam(0.1)
+        await manager.save(1, {"w": w})
+        for is_restored in (False, True, False):
+            if is_restored and is_partial:
+                await manager.restore({"w": w, "optimizer": optimizer}, partial=True)
+            elif is_restored:
+                await manager.restore({"w": w})
+            await coordinator.schedule(descend, (w, optimizer, 0.5))
+            await coordinator.join()
+        np.testing.assert_allclose(await w.read(), plain.value, rtol=1e-12)
+
+
+@pytest.mark.asyncio
 async def test_what_is_saved_on_cancel_is_on_the_servers(tmp_path: Path) -> None:
     rows = [np.array([0, 1]), np.array([1, 2]), np.array([0, 2])]
     async with opened(1, num_ps=2) as (strategy, coordinator):
