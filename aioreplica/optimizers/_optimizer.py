@@ -47,7 +47,7 @@ from ._settings import OnNonFinite, StepSettings, UpdateRule, checked_settings, 
 from ._slots import SlotTable, new_variable
 from ._staged_write import StagedWrite
 from ._step import take_step
-from .schedules import ReduceOnPlateau
+from .schedules import LinearWarmup, ReduceOnPlateau
 
 
 class Optimizer(UpdateRule):
@@ -516,14 +516,21 @@ def recipe_of(optimizer: Optimizer, variables: Sequence[Variable]) -> OptimizerR
         )
     names = ("learning_rate", "clipping", "loss_scaling", "on_non_finite", "is_mean")
     options = {name: getattr(settings, name) for name in names}
-    if isinstance(settings.learning_rate, ReduceOnPlateau):
-        options["learning_rate"] = settings.learning_rate(0)
+    options["learning_rate"] = _rate_now(settings.learning_rate)
     of = settings.multiplier_of
     known = {} if of is None else {variable.name: of(variable) for variable in variables}
     options["multiplier_of"] = partial(_multiplier_by_name, known) if known else None
     return OptimizerRecipe(
         type(optimizer), optimizer.attributes_of_rule(), options, settings.slots.names
     )
+
+
+def _rate_now(rate: LearningRate) -> LearningRate:
+    """Return a learning rate without state: that of a plateau is a number now."""
+    if isinstance(rate, LinearWarmup):
+        then = _rate_now(rate.then)
+        return rate if then is rate.then else replace(rate, then=then)
+    return rate(0) if isinstance(rate, ReduceOnPlateau) else rate
 
 
 def _multiplier_by_name(known: Mapping[str, float], variable: Variable) -> float:

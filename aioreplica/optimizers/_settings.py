@@ -23,7 +23,7 @@ from ._checks import (
 from ._loss import LossScaling, checked_loss_scale
 from ._merged_gradient import MEASURED, Clipping
 from ._slots import SlotTable, new_variable, working_dtype
-from .schedules import ReduceOnPlateau
+from .schedules import LinearWarmup, ReduceOnPlateau
 
 OnNonFinite: TypeAlias = Literal["raise", "skip", "ignore"]
 CHOICES = ("raise", "skip", "ignore")
@@ -98,7 +98,7 @@ class StepSettings:
         return (
             *(variable for variable in counters if variable is not None),
             *(() if self.loss_scaling is None else self.loss_scaling.variables),
-            *(self.learning_rate.variables if type(self.learning_rate) is ReduceOnPlateau else ()),
+            *_variables_of(self.learning_rate),
             *self.shared,
             *self.slots.all(),
         )
@@ -116,7 +116,7 @@ class StepSettings:
             named["gradient_norm"] = self.norm
         groups: dict[str, tuple[Variable, ...]] = {
             "loss_scale": () if scaling is None else scaling.variables,
-            "learning_rate": rate.variables if type(rate) is ReduceOnPlateau else (),
+            "learning_rate": _variables_of(rate) if callable(rate) else (),
             SHARED: self.shared,
         }
         for name, members in groups.items():
@@ -184,6 +184,13 @@ class StepSettings:
         """Forget the slots of a variable: the next step makes them anew."""
         self.slots.made.pop(owner)
         self.slots.restored.pop(owner)
+
+
+def _variables_of(rate: LearningRate) -> tuple[Variable, ...]:
+    """Return what a learning rate remembers, or the schedule that its warm-up leads to."""
+    if isinstance(rate, LinearWarmup):
+        return _variables_of(rate.then)
+    return rate.variables if isinstance(rate, ReduceOnPlateau) else ()
 
 
 class UpdateRule(ABC):

@@ -1,5 +1,6 @@
 """What may be asked of a step: values beside the loss, sums brought along, norms, constraints."""
 
+from pathlib import Path
 from typing import Any
 
 import autograd.numpy as anp
@@ -9,7 +10,7 @@ import pytest
 import aioreplica as ar
 from aioreplica.errors import ContextError, MergeMismatchError
 from aioreplica.optimizers import SGD, Adam, DynamicLossScale
-from aioreplica.optimizers.schedules import ReduceOnPlateau
+from aioreplica.optimizers.schedules import LinearWarmup, ReduceOnPlateau
 from tests.optimizers.rules import Descent, made
 from tests.replica.gated import my_id
 
@@ -212,6 +213,24 @@ async def test_a_plateau_schedule_is_part_of_its_optimizer(pair: ar.MirroredStra
 
     assert w.value == -3.0
     assert {*rate.variables} < {*sgd.variables}
+
+
+@pytest.mark.asyncio
+async def test_a_plateau_behind_a_warm_up_is_part_of_its_optimizer(tmp_path: Path) -> None:
+    def made() -> tuple[ReduceOnPlateau, SGD]:
+        rate = ReduceOnPlateau(1.0, factor=0.5, patience=0)
+        return rate, SGD(LinearWarmup(LinearWarmup(rate, 2), 2))
+
+    rate, sgd = made()
+    assert {*rate.variables} < {*sgd.variables}
+    for _ in range(2):
+        rate.observe(1.0)
+    later, restored = made()
+    async with ar.CheckpointManager(tmp_path) as manager:
+        await manager.save(1, {"sgd": sgd})
+        await manager.restore({"sgd": restored})
+
+    assert (rate(0), later(0)) == (0.5, 0.5)
 
 
 @pytest.mark.parametrize(
