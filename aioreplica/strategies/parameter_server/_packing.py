@@ -80,6 +80,17 @@ def pack(thing: object, side: Any) -> Packed:
     return Packed(dumps(thing, side, put_apart(buffers)), tuple(buffers))
 
 
+def pack_in_one(thing: object, side: Any) -> bytes:
+    """Pickle an object together with its buffers.
+
+    Raises:
+        Exception: Whatever pickling raises.
+    """
+    from ...devices.processes import dumps
+
+    return dumps(thing, side, lambda _buffer: True)
+
+
 def unpack(packed: Packed, side: object) -> Any:
     """Build an object anew."""
     from ...devices.processes import loads
@@ -172,7 +183,7 @@ class HomeSide:
             )
         recipe = self._recipe(thing)
         number = iterations.spec.variable_id
-        data, settings = pack(recipe, self).data, thing.settings
+        data, settings = pack_in_one(recipe, self), thing.settings
         version = self._strategy.servers.know(number, settings, data)
         self.recipes[number] = version, data
         counters = iterations, settings.skipped, settings.norm

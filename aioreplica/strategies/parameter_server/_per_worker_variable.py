@@ -47,6 +47,7 @@ class PerWorkerVariable(PerWorkerResource):
 
         Raises:
             ContextError: If the coordinator is closed.
+            WorkerLostError: If a parameter server is lost.
             Exception: What makes the initial value raises.
 
         Warns:

@@ -166,8 +166,13 @@ class ClosureRunner:
             self._watch.look_in_time()
 
     def task_of(self, closure: ScheduledClosure) -> Closure:
-        """Return what is sent to the worker that a closure is with."""
+        """Return what is sent to the worker that a closure is with.
+
+        Raises:
+            WorkerLostError: If a parameter server is lost.
+        """
         servers = self._strategy.servers
+        servers.require_all()
         return Closure(
             servers.strategy_id,
             closure.fn_name,

@@ -347,9 +347,9 @@ class Servers:
         """Tell all servers of optimizers that are new or have changed, as a closure has them."""
         for number, (version, recipe) in recipes.items():
             if self._recipes.get(number, (-1, b""))[0] < version:
-                self._recipes[number] = version, recipe
                 what = number, recipe, version, closure
                 await self.all(dict.fromkeys(range(self.num_servers), what), "learn")
+                self._recipes[number] = version, recipe
 
     async def report(
         self, oldest: int, newest: int = 0, failed: Sequence[int] = ()

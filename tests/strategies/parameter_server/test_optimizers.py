@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
-from aioreplica.optimizers.schedules import ReduceOnPlateau
+from aioreplica.optimizers.schedules import LinearWarmup, ReduceOnPlateau
 from aioreplica.strategies.parameter_server._messages import Judgement, NewShard, Pull, Stamp
 from aioreplica.strategies.parameter_server._server import ParameterServer
 from tests.parameter_server.coordinating import coordinating
@@ -155,6 +155,73 @@ async def test_a_plateau_is_observed_in_the_program_and_closures_have_its_rate(
         assert rate(0) == 0.5
         rate.observe(1.0)
         assert rate(0) == 0.25
+
+
+async def test_a_plateau_behind_a_warm_up_is_a_number_in_closures() -> None:
+    async with coordinating() as (strategy, coordinator):
+        with strategy.scope():
+            w = ar.Variable(np.zeros(()))
+            rate = ReduceOnPlateau(1.0, factor=0.5, patience=0)
+            sgd = ar.optimizers.SGD(LinearWarmup(rate, 2))
+        await one_by_one(coordinator, push_one, [(w, sgd)] * 3)
+        assert float(await w.read()) == -(0.0 + 0.5 + 1.0)  # type: ignore[attr-defined]  # it is served
+        for _ in range(2):
+            rate.observe(1.0)
+        await one_by_one(coordinator, push_one, [(w, sgd)])
+        assert float(await w.read()) == -(0.0 + 0.5 + 1.0 + 0.5)  # type: ignore[attr-defined]
+
+
+def push_one(w: Any, optimizer: Any) -> None:
+    optimizer.apply_gradients([(np.ones(()), w)])
+
+
+# ---- rules with arrays -------------------------------------------------------------------------
+
+
+class Masked(ar.optimizers.Optimizer):
+    def __init__(self, mask: Any) -> None:
+        super().__init__(1.0, slot_names=())
+        self._mask = mask
+
+    def new_slot(self, name: str, variable: ar.Variable) -> Any:
+        raise AssertionError("there are no slots")
+
+    def prepare(self, learning_rate: float, iteration: int) -> float:
+        return learning_rate
+
+    def update(self, prepared: Any, value: Any, gradient: Any, slots: Any) -> tuple[Any, Any]:
+        return value - prepared * self._mask * gradient, {}
+
+    def finish(self, prepared: Any) -> dict[Any, Any]:
+        return {}
+
+
+async def test_a_rule_may_have_a_large_array() -> None:
+    mask = np.arange(2.0**17) % 2.0
+    async with coordinating() as (strategy, coordinator):
+        with strategy.scope():
+            w, masked = ar.Variable(np.ones(mask.shape)), Masked(mask)
+        await one_by_one(coordinator, quadratic_step, [(w, masked)])
+        np.testing.assert_array_equal(await w.read(), 1.0 - 2.0 * mask)  # type: ignore[attr-defined]
+
+
+async def test_settings_that_a_server_has_refused_are_told_to_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_args: object) -> None:
+        raise MemoryError("no")
+
+    async with coordinating() as (strategy, coordinator):
+        with strategy.scope():
+            w, sgd = ar.Variable(np.ones(())), ar.optimizers.SGD(0.5)
+        with monkeypatch.context() as full:
+            full.setattr(ParameterServer, "learn", refuse)
+            for _ in range(2):
+                remote = await coordinator.schedule(quadratic_step, (w, sgd), isolate=True)
+                with pytest.raises(MemoryError, match="no"):
+                    await remote.fetch()
+        await one_by_one(coordinator, quadratic_step, [(w, sgd)])
+        assert float(await w.read()) == 0.0  # type: ignore[attr-defined]  # it is served
 
 
 # ---- rules of other libraries --------------------------------------------------------------------

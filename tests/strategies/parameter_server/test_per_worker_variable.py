@@ -70,6 +70,18 @@ async def test_each_worker_has_a_variable_for_itself(fn: Any) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_lost_server_without_variables_is_told() -> None:
+    async with opened(1, num_ps=2) as (strategy, coordinator):
+        counter = coordinator.create_per_worker_variable(0, name="counter")
+        assert await counter.read_all() == [0]
+        strategy.engine.lose_server(1)
+        with pytest.raises(WorkerLostError, match="server 1 was lost"):
+            await coordinator.join()
+        with pytest.raises(WorkerLostError, match="server 1 was lost"):
+            await counter.read_all()
+
+
+@pytest.mark.asyncio
 async def test_a_variable_of_a_lost_worker_begins_anew_and_that_is_told() -> None:
     async with opened(2) as (strategy, coordinator):
         engine = strategy.engine

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from aioreplica.cluster import LocalClosureEngine
-from aioreplica.errors import ClosureCancelledError, LoopMismatchError
-from tests.strategies.parameter_server.opening import fail, opened
+from aioreplica.errors import ClosureCancelledError, LoopMismatchError, WorkerLostError
+from tests.parameter_server.coordinating import Gate, coordinating, hold
+from tests.strategies.parameter_server.opening import UNDER_WAY, fail, opened
 
 
 def note_submitted(engine: LocalClosureEngine) -> list[int]:
@@ -127,3 +128,21 @@ async def test_a_result_is_awaited_on_its_own_loop_until_it_is_there() -> None:
         MAY_END.set()
         assert await remote.fetch()
         assert await asyncio.to_thread(elsewhere, remote)
+
+
+@pytest.mark.asyncio
+async def test_closures_that_wait_hear_of_a_lost_server_without_variables() -> None:
+    gate = Gate()
+    async with coordinating(num_workers=1) as (strategy, coordinator):
+        await coordinator.schedule(hold, (gate,))
+        await gate.reached()
+        remotes = [await coordinator.schedule(abs, (-1,)) for _ in range(UNDER_WAY)]
+        assert coordinator.statistics().queue_depth == 1
+        strategy.engine.lose_server(1)  # type: ignore[attr-defined]  # it is a local one
+        with pytest.raises(WorkerLostError):
+            await strategy.servers.report(0)
+        gate.open()
+        with pytest.raises(WorkerLostError, match="server 1 was lost"):
+            await coordinator.join()
+        with pytest.raises(WorkerLostError, match="server 1 was lost"):
+            await remotes[-1].fetch()
