@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
@@ -21,6 +22,7 @@ Group = Mapping[str, Any]
 
 THREADED_BYTES = 256 * 1024
 KINDS_OF_STEP = ("foreach", "fused", "differentiable", "capturable")
+KEPT_OPTIONS = 256  # of the newest updates under a scheduler; parameter servers ask in any order
 NUM_UPDATES = "num_updates"  # a slot of our own: torch makes its state at the first update
 
 
@@ -240,26 +242,36 @@ class _Rule:
 class _Schedule:
     """Options of the groups under a scheduler of torch, by number of updates.
 
-    It is a function of that number: a scheduler of its own is stepped up to there. An earlier
-    number, as after a checkpoint was loaded, starts another one.
+    It is a function of that number: a scheduler of its own is stepped up to there. The options of
+    the last numbers are kept. An earlier number, as after a checkpoint was loaded, starts another
+    scheduler.
     """
 
     def __init__(self, rule: _Rule, scheduler: Callable[[Any], Any]) -> None:
         self._rule = rule
         self._make = scheduler
+        self._kept: dict[int, list[dict[str, Any]]] = {}
         self._begin()
 
     def at(self, iteration: int) -> list[dict[str, Any]]:
         """Return the options of each group after so many updates."""
-        if iteration < self._count:
-            self._begin()
-        while self._count < iteration:
-            self._optimizer.step()
-            self._scheduler.step()
-            self._count += 1
-        groups = self._optimizer.param_groups
-        kept = ("params", "fused")  # the second is ours
-        return [{k: v for k, v in group.items() if k not in kept} for group in groups]
+        if iteration not in self._kept:
+            if iteration <= self._count:
+                self._begin()
+            while self._count < iteration:
+                self._optimizer.step()
+                self._scheduler.step()
+                self._count += 1
+                if iteration - self._count < KEPT_OPTIONS:
+                    self._keep()
+        return self._kept[iteration]
+
+    def _keep(self) -> None:
+        groups, ours = self._optimizer.param_groups, ("params", "fused")
+        now = [{k: v for k, v in group.items() if k not in ours} for group in groups]
+        self._kept[self._count] = copy.deepcopy(now)  # a scheduler may write a tensor
+        if len(self._kept) > KEPT_OPTIONS:
+            del self._kept[next(iter(self._kept))]
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return _Schedule, (self._rule, self._make)
@@ -275,6 +287,7 @@ class _Schedule:
                 "ReduceLROnPlateau needs a metric at every step. Use "
                 "ar.optimizers.schedules.ReduceOnPlateau as the learning_rate."
             )
+        self._keep()
 
 
 @final

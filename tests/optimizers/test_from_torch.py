@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
-from aioreplica.optimizers import from_torch
+from aioreplica.optimizers import _from_torch, from_torch
 from tests.optimizers.resumed import assert_fresh_one_goes_on
 from tests.replica.gated import my_id
 
@@ -236,6 +236,30 @@ async def test_a_step_that_torch_refuses_changes_nothing(monkeypatch: pytest.Mon
         np.testing.assert_array_equal(array, copied)
     await adam.apply_gradients([(np.ones(50_000), w)])
     np.testing.assert_allclose(w.value, 0.6)
+
+
+@pytest.mark.parametrize(
+    ("kept", "expected"), [(256, [*range(6)]), (2, [0, 1, 2, 3, 4, *range(6)])]
+)
+def test_updates_that_come_out_of_order_ask_a_scheduler_once(
+    kept: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_from_torch, "KEPT_OPTIONS", kept)
+    asked: list[int] = []
+
+    def factor(number: int) -> float:
+        asked.append(number)
+        return 0.5**number
+
+    sgd: Any = from_torch(
+        torch.optim.SGD,
+        lr=1.0,
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, factor),
+    )
+    for number in (2, 1, 4, 3, 3, 1, 5):
+        assert sgd._schedule.at(number)[0]["lr"] == 0.5**number
+
+    assert asked == expected
 
 
 @pytest.mark.asyncio
