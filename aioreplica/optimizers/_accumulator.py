@@ -109,7 +109,9 @@ class _Sum:
         total = _at_scale(total, self.scale)
         self.weight += weight
         if isinstance(total, IndexedSlices):
-            self._rows = (*self._rows, total)
+            # As of a dense gradient: whose arrays these are may use them for the next one.
+            values, indices = total.values.copy(), total.indices.copy()
+            self._rows = (*self._rows, IndexedSlices(values, indices, total.dense_shape))
             return
         old = out = self._buffer
         if out is None or not self._owns_buffer:

@@ -116,6 +116,18 @@ async def test_rows_are_joined(pair: ar.MirroredStrategy) -> None:
 
 
 @pytest.mark.asyncio
+async def test_arrays_of_rows_may_be_used_again() -> None:
+    table, window = ar.Variable(np.zeros((4, 1))), ar.GradientAccumulator(SGD(1.0))
+    rows, indices = np.empty((2, 1)), np.empty(2, np.intp)
+    for i in range(2):
+        rows[:], indices[:] = i + 1.0, (i, i + 2)
+        await window.add([(ar.IndexedSlices(rows, indices, (4, 1)), table)])
+    await window.apply()
+
+    assert table.value[:, 0].tolist() == [-1.0, -2.0, -1.0, -2.0]
+
+
+@pytest.mark.asyncio
 async def test_large_sums_are_built_on_the_device(pair: ar.MirroredStrategy) -> None:
     size = INLINE_STEP_BYTES // 8 + 1
     with pair.scope():
