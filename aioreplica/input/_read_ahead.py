@@ -24,6 +24,7 @@ class ReadAhead:
     Invariants:
         * At most `size` items have been read beyond those handed out and asked for.
         * `_is_over` implies that `items` is closed and let go.
+        * The task is cancelled once at most: what it cleans up then is not cut off.
 
     Cancellation:
         A cancelled `anext` loses nothing: the next one gets the item.
@@ -38,7 +39,8 @@ class ReadAhead:
         self._waiting: asyncio.Future[None] | None = None
         self._room: asyncio.Future[None] | None = None
         self._is_asked = False  # for an item that is not in the queue
-        self._error: BaseException | None = None
+        self._error: BaseException | None = None  # of an item: comes to who asks for it
+        self._closing_error: BaseException | None = None
         self._is_closing_items = False
         self._is_over = False
         self._is_closed = False
@@ -66,6 +68,8 @@ class ReadAhead:
     async def aclose(self) -> None:
         """Cancel the task, wait until it has ended, and with it the pass.
 
+        An error of an item that was read ahead, and that nobody has asked for, is dropped with it.
+
         Raises:
             ContextError: If the source itself calls this, so the task would wait for itself.
             Exception: What closing the pass raised.
@@ -75,17 +79,19 @@ class ReadAhead:
                 f"{self._label} closes the loop that reads it, and would wait for its own end. "
                 "Return from the source to end the epoch, or raise an error."
             )
-        self._is_closed = True
+        is_first, self._is_closed = not self._is_closed, True
         self._queue.clear()
         if self._task is None:
             await self._close_items()
             return
-        if not self._is_closing_items:
+        if is_first and not self._is_closing_items:
             self._task.cancel()
         _resolve(self._waiting)
         has_ended = await self._task.ended()
         if has_ended and not self._is_over:  # it was cancelled before its first step
             await self._close_items()
+        if isinstance(self._error, (Exception, asyncio.CancelledError)):
+            self._error = None
         self._raise_error()
 
     async def _read(self) -> None:
@@ -99,13 +105,15 @@ class ReadAhead:
                 _resolve(self._waiting)
                 await self._has_room()
         except BaseException as error:  # noqa: BLE001 - raised where the next item is asked for
-            if not (self._is_closed and isinstance(error, asyncio.CancelledError)):
+            if not self._is_closed:
                 self._error = error
+            elif not isinstance(error, asyncio.CancelledError):
+                self._closing_error = error
         self._is_closing_items = True
         try:
             await self._close_items()
         except BaseException as error:  # noqa: BLE001 - as above
-            self._error = self._error or error
+            self._closing_error = self._closing_error or error
         if self._is_closed:
             self._queue.clear()
         _resolve(self._waiting)
@@ -126,7 +134,8 @@ class ReadAhead:
             await self._room
 
     def _raise_error(self) -> None:
-        error, self._error = self._error, None
+        error = self._error or self._closing_error
+        self._error = self._closing_error = None
         if error is not None:
             try:
                 raise error

@@ -11,7 +11,7 @@ import pytest
 import aioreplica as ar
 from aioreplica.errors import ContextError
 from tests.conftest import mirrored
-from tests.input.sources import WatchedAsync, examples, split
+from tests.input.sources import Watched, WatchedAsync, examples, split
 from tests.sequencer import idle
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
@@ -100,6 +100,93 @@ async def test_two_tasks_cannot_wait_in_one_loop(pair: ar.MirroredStrategy, size
         await batches.aclose()
         with pytest.raises(ContextError, match="because its dataset was closed"):
             await waiting
+
+
+def readers() -> list[asyncio.Task[Any]]:
+    """Return the tasks that read ahead."""
+    return [t for t in asyncio.all_tasks() if t.get_name().startswith("aioreplica input: ")]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", [Watched, WatchedAsync])
+@pytest.mark.parametrize("size", [0, 1, 3])
+@pytest.mark.parametrize("how", ["break", "body", "cancellation", "another loop"])
+async def test_an_error_that_was_read_ahead_comes_to_who_asks_for_it_only(
+    pair: ar.MirroredStrategy, kind: type[Watched], size: int, how: str
+) -> None:
+    source = kind(6, fail_at=2)
+    options = ar.InputOptions(per_replica_buffer_size=size)
+    is_there = asyncio.Event()
+
+    async def main() -> None:
+        async with pair.distribute_dataset(source, options) as batches:
+            loop = aiter(batches)
+            await anext(loop)
+            await anext(loop)
+            for reader in readers() if size else ():
+                await asyncio.wait([reader])  # the error has come
+            if how == "body":
+                raise KeyError("body")
+            if how == "cancellation":
+                is_there.set()
+                await asyncio.Event().wait()
+            if how == "another loop":
+                assert examples([await anext(batches)]) == split(1, 2)
+
+    task = asyncio.create_task(main())
+    if how == "cancellation":
+        await is_there.wait()
+        task.cancel()
+    await asyncio.wait([task])
+
+    assert task.cancelled() == (how == "cancellation")
+    if how != "cancellation":
+        assert repr(task.exception()) == ("KeyError('body')" if how == "body" else "None")
+    assert source.num_closed == source.num_opened
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("mode", ["PER_WORKER", "PER_REPLICA"])
+@pytest.mark.parametrize("how", ["once more", "by two tasks", "by another loop"])
+async def test_closing_again_waits_for_what_the_source_cleans_up(
+    pair: ar.MirroredStrategy, mode: str, how: str
+) -> None:
+    """The iterator is dropped, so it is closed in the background; then its owner closes it."""
+    waiting, cleaning, may_end = asyncio.Semaphore(0), asyncio.Semaphore(0), asyncio.Event()
+    closed = []
+
+    async def source() -> AsyncIterator[Any]:
+        try:
+            yield np.ones(2)
+            waiting.release()
+            await asyncio.Event().wait()
+        finally:
+            cleaning.release()
+            await may_end.wait()
+            closed.append(True)
+
+    options = ar.InputOptions(fetch_to_device=False, replication_mode=mode)  # type: ignore[arg-type]
+    if mode == "PER_REPLICA":
+        batches = pair.distribute_datasets_from_function(lambda _: source, options)
+    else:
+        batches = pair.distribute_dataset(source, options)
+    num_sources = 2 if mode == "PER_REPLICA" else 1
+    async for _ in batches:
+        for _ in range(num_sources):
+            await waiting.acquire()
+        break
+    await cleaning.acquire()
+    if how == "by another loop":
+        again = [asyncio.create_task(anext(batches))]  # type: ignore[arg-type]
+    else:
+        again = [asyncio.create_task(batches.aclose()) for _ in range(1 + (how != "once more"))]
+    await idle()
+    assert not any(task.done() for task in again)
+    may_end.set()
+    await asyncio.gather(*again)
+
+    assert len(closed) == num_sources
+    await batches.aclose()
 
 
 @pytest.mark.asyncio
