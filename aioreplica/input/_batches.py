@@ -33,6 +33,7 @@ class ArraySpec:
         shape: (None, ...).
         dtype: Its NumPy dtype.
 
+WRITABLE = {"pandas": ("DataFrame", "Series"), "torch": ("Tensor",), "cupy": ("ndarray",)}
     Source:
         tf.TensorSpec.
     """
@@ -247,6 +248,20 @@ def find_array(leaf: Any, path: str) -> Array | None:
             "floats. Fill them in the source, and pass which were missing as a column of its own "
             "if the step needs it."
         )
+def copy_item(item: Tree) -> Tree:
+    """Return an item whose arrays, tensors and tables may be written into, as they are copies."""
+    return map_leaves(_copy_leaf, item)
+
+
+def _copy_leaf(leaf: Any) -> object:
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy(order="K")
+    library = _library_of(leaf, WRITABLE)
+    if library is None:
+        return leaf
+    return leaf.clone() if library == "torch" else leaf.copy()
+
+
     if array is None or array.dtype.hasobject:
         raise TypeError(
             f"Leaf {path} is a {kind}, which is not an array of numbers. Drop the column, or "

@@ -23,9 +23,9 @@ from ..devices import (
     run_on_host,
     run_on_lane,
 )
-from ..tree import Array, Tree, TreeSpec, flatten, paths, unflatten
+from ..tree import Array, Tree, TreeSpec, flatten, leaves, paths, unflatten
 from ._array_dataset import ArrayDataset, array_source
-from ._batches import columns_of, to_array
+from ._batches import columns_of, copy_item, to_array
 from ._iterables import label_of, source_of
 from ._options import as_count
 from ._read_ahead import ReadAhead
@@ -67,8 +67,9 @@ class Dataset:
         """Apply a function to each item.
 
         Args:
-            fn: Takes an item whole, also if that is a tuple. A plain function runs on the host's
-                threads, an async one on the event loop.
+            fn: Takes an item whole, also if that is a tuple. Items of a list are copied before, so
+                it may write into them. A plain function runs on the host's threads, an async one
+                on the event loop.
             num_parallel: Calls in progress at once.
 
         Raises:
@@ -147,7 +148,8 @@ def _mapped(source: Source, fn: Callable[[Tree], Tree], num_parallel: int) -> So
     label = f"{source.label}.map({label_of(fn).removeprefix('function ')})"
 
     def read(start: Start) -> Pass:
-        return _map(source.read(start), fn, num_parallel, label)
+        items = source.read(start)
+        return _map(_copies(items) if source.is_kept else items, fn, num_parallel, label)
 
     return replace(
         source,
@@ -157,6 +159,17 @@ def _mapped(source: Source, fn: Callable[[Tree], Tree], num_parallel: int) -> So
         is_inline=False,
         counts_examples=False,  # a batch may come out of any size
     )
+
+
+async def _copies(items: Pass) -> AsyncGenerator[Item, None]:
+    """Copy items of which the user has the only one, a large one on a thread."""
+    async with aclosing(items):
+        async for item in items:
+            if sum(int(getattr(leaf, "nbytes", 0)) for leaf in leaves(item.value)) < INLINE_BYTES:
+                value = copy_item(item.value)
+            else:
+                value = await run_on_host(copy_item, item.value)
+            yield item._replace(value=value)
 
 
 async def _map(
@@ -179,12 +192,13 @@ async def _map(
             calls.popleft()
             yield item._replace(value=value)
     finally:
-        for call in calls:
+        cancelled = [*calls]
+        for call in cancelled:
             call.cancel()
         try:
             await started.aclose()
         finally:  # a source that does not heed its cancellation may have given one more item
-            for call in calls:
+            for call in [*calls][len(cancelled) :]:
                 call.cancel()
             await asyncio.gather(*map(_ended, calls), return_exceptions=True)
             calls.clear()

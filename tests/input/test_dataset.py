@@ -152,6 +152,95 @@ async def test_an_error_of_the_source_comes_behind_the_items_before_it() -> None
 
 
 @pytest.mark.asyncio
+async def test_an_error_of_map_comes_before_that_of_a_later_item() -> None:
+    """The source, which is read ahead, has failed at item 3 when the call for item 1 fails."""
+    source, has_failed = WatchedAsync(6, fail_at=3), asyncio.Event()
+
+    async def fail(item: Any) -> Any:
+        if item[0][0] == 4:
+            await has_failed.wait()
+            raise LookupError("item 1")
+        return item
+
+    async with aclosing(aiter(ar.Dataset(source).map(fail))) as loop:
+        await anext(loop)
+        await idle()
+        assert source.num_closed == 1
+        has_failed.set()
+        with pytest.raises(LookupError, match="item 1"):
+            await anext(loop)
+
+
+@pytest.mark.asyncio
+async def test_calls_that_are_cancelled_can_clean_up() -> None:
+    is_called, may_end, log = asyncio.Event(), asyncio.Event(), []
+
+    async def source() -> AsyncIterator[int]:
+        yield 0
+        yield 1
+        await asyncio.Event().wait()
+
+    async def fetch(number: int) -> int:
+        if number == 0:
+            await is_called.wait()
+            raise LookupError("item 0")
+        try:
+            is_called.set()
+            await asyncio.Event().wait()
+        finally:
+            await may_end.wait()
+            log.append(number)
+        return number
+
+    async with aclosing(aiter(ar.Dataset(source).map(fetch))) as loop:
+        waiting = asyncio.ensure_future(anext(loop))
+        await idle()
+        may_end.set()
+        with pytest.raises(LookupError, match="item 0"):
+            await waiting
+    assert log == [1]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ["plain", "async"])
+@pytest.mark.parametrize("rows", [8, 400_000], ids=["small", "large"])
+async def test_a_function_may_write_into_items_of_a_list(
+    pair: ar.MirroredStrategy, kind: str, rows: int
+) -> None:
+    data = [{"x": np.full((rows, 1), 255.0), "name": np.arange(rows)} for _ in range(2)]
+
+    def scale(item: Any) -> Any:
+        item["x"] /= 255
+        del item["name"]
+        return item
+
+    async def ascale(item: Any) -> Any:
+        return scale(item)
+
+    dataset = ar.Dataset(data).map(scale if kind == "plain" else ascale)
+    async with pair.distribute_dataset(dataset) as batches:
+        for _ in range(2):
+            seen = [part for batch in [b async for b in batches] for part in batch["x"].values]
+            assert [part.min() for part in seen] == [part.max() for part in seen] == [1.0] * 4
+
+    assert [sorted(item) for item in data] == [["name", "x"]] * 2
+    assert all((item["x"] == 255).all() for item in data)
+
+
+@pytest.mark.asyncio
+async def test_examples_of_a_list_are_copied_before_their_function_too() -> None:
+    data = [np.full(2, 255.0) for _ in range(4)]
+
+    def scale(example: Any) -> Any:
+        example /= 255
+        return example
+
+    dataset = ar.Dataset(data).prefetch(1).map(scale).batch(2)
+    for _ in range(2):
+        assert [batch.tolist() for batch in await items(dataset)] == [[[1, 1], [1, 1]]] * 2
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("kind", ["plain", "async"])
 async def test_calls_in_progress_end_before_the_loop_is_left(
     pair: ar.MirroredStrategy, kind: str

@@ -217,3 +217,16 @@ def test_tensors_of_batches_by_hand_do_not_either() -> None:
         torch.from_numpy(batch).zero_()
 
     assert mine.sum() == 6
+@pytest.mark.asyncio
+async def test_a_function_may_write_into_tensors_of_a_list(pair: ar.MirroredStrategy) -> None:
+    mine = [torch.full((4, 2), 255.0), torch.full((4, 2), 255.0)]
+
+    async with pair.distribute_dataset(ar.Dataset(mine).map(lambda x: x.div_(255))) as batches:
+        for _ in range(2):
+            assert {float(part.max()) for b in [b async for b in batches] for part in b.values} == {
+                1.0
+            }
+
+    assert all(item.sum() == 255 * 8 for item in mine)
+
+
