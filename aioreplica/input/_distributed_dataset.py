@@ -78,6 +78,7 @@ class DistributedDataset:
         self._newest: Epoch | None = None
         self._own_iterator: DistributedIterator | None = None  # of `anext` on the dataset itself
         self._fingerprint: int | None = None
+        self._placed: Epoch | None = None  # the newest, unless a state was loaded since
         self._num_delivered = 0
         self._is_entered = False
         self._is_closed = False
@@ -144,14 +145,15 @@ class DistributedDataset:
         epoch.go_on = self._go_on
         if is_inline and not start.offset:  # what lies in memory ends where it says
             epoch.num_batches = self._source.num_items()
-        self._newest, self._place = epoch, start
+        self._newest = self._placed = epoch
+        self._place = start
         self._next_start = Start(start.epoch + 1, version=start.version)
         self._open_loops.add(epoch)
         return epoch
 
     def delivered(self, epoch: Epoch, item: Item | None) -> None:
         """Move the place behind a batch that a loop is about to get, or behind the end."""
-        if epoch is not self._newest:
+        if epoch is not self._placed:
             return
         number, version = self._next_start.epoch - 1, self._next_start.version
         if item is not None:
@@ -260,6 +262,8 @@ class DistributedDataset:
         self._source.check_start(place)
         if self._newest is not None:
             self._open_loops.discard(self._newest)
+        self._settle()
+        self._placed = self._own_iterator = None
             self._newest.leave(f"{self._newest.name} was ended because a state was loaded.")
         self._place = self._next_start = place
 

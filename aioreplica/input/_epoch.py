@@ -159,9 +159,13 @@ class Epoch:
             raise misled from misled.__cause__
         finally:
             self.is_waiting = False
-        if self.is_over:  # closed by another task meanwhile
-            raise ContextError(self._reason or f"{self.name} was closed while a task waited in it.")
+        self._require_open()
         return item
+
+    def _require_open(self) -> None:
+        """Raise if another task has ended the epoch while this one waited."""
+        if self.is_over:
+            raise ContextError(self._reason or f"{self.name} was closed while a task waited in it.")
 
     async def _ended_or(self, item: Item | None) -> Item | None:
         """Count a batch, or end the epoch."""
@@ -205,6 +209,7 @@ class Epoch:
             if item is not None:
                 self._put_back.appendleft(item)  # it was not given
             raise
+        self._require_open()
         if not num_agreed:
             self.warn_of_rest(item)
             return None

@@ -117,3 +117,26 @@ async def test_a_batch_is_kept_when_the_wait_for_the_answer_is_cancelled() -> No
 
     assert await rest(epoch) == [0, 1]
     assert asked == [2, 0]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("num_agreed", [0, 1])
+async def test_an_epoch_that_is_closed_during_a_question_gives_nothing_and_is_not_over(
+    num_agreed: int,
+) -> None:
+    """Its dataset stays behind the batch before, whatever the other workers say."""
+    epoch, answer = epoch_of(2), asyncio.Event()
+
+    async def go_on(_num_left: int) -> int:
+        await answer.wait()
+        return num_agreed
+
+    epoch.go_on, epoch.num_batches = go_on, 2
+    waiting = asyncio.ensure_future(epoch.next())
+    await idle()
+    await epoch.aclose("a state was loaded")
+    answer.set()
+    with pytest.raises(ContextError, match="a state was loaded"):
+        await waiting
+
+    assert not epoch.is_exhausted

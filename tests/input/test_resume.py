@@ -214,6 +214,18 @@ async def test_loading_a_state_ends_the_loop(pair: ar.MirroredStrategy) -> None:
 
 
 @pytest.mark.asyncio
+async def test_single_batches_go_on_where_a_loaded_state_says(pair: ar.MirroredStrategy) -> None:
+    """The loop that a state has ended is the dataset's own: nobody holds it."""
+    async with pair.distribute_dataset(shuffled()) as batches:
+        await anext(batches)
+        state = batches.state_dict()
+        second = bits(await anext(batches))
+        batches.load_state_dict(state)
+
+        assert bits(await anext(batches)) == second
+
+
+@pytest.mark.asyncio
 async def test_skipping_lets_other_tasks_run(pair: ar.MirroredStrategy) -> None:
     async def eager() -> AsyncIterator[Any]:
         for _ in range(1000):
@@ -395,10 +407,11 @@ async def test_a_state_that_was_loaded_is_the_state(pair: ar.MirroredStrategy) -
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("by", ["another loop", "a state"])
 async def test_batches_of_a_loop_that_was_replaced_do_not_move_the_place(
-    pair: ar.MirroredStrategy,
+    pair: ar.MirroredStrategy, by: str
 ) -> None:
-    """A device loop has read them; its steps end after another loop has begun."""
+    """A device loop has read them; its steps end after another loop has begun, or is about to."""
     are_there, goes_on = asyncio.Event(), asyncio.Event()
     arrived: list[int] = []
 
@@ -415,13 +428,19 @@ async def test_batches_of_a_loop_that_was_replaced_do_not_move_the_place(
 
     states: list[Any] = []
     async with pair.distribute_dataset(ar.ArrayDataset(np.arange(16), 4)) as batches:
+        beginning = batches.state_dict()
         running = spawn(pair.run_steps(step, aiter(batches), 4))
         await are_there.wait()
         states.append(batches.state_dict())
-        await anext(aiter(batches))
+        if by == "a state":
+            batches.load_state_dict(beginning)
+        else:
+            await anext(aiter(batches))
         states.append(batches.state_dict())
         goes_on.set()
         assert (await running).steps_run == 4
         states.append(batches.state_dict())
+        assert batches.statistics().num_delivered == (2 if by == "a state" else 3)
 
-    assert [(state["epoch"], state["position"]) for state in states] == [(0, 8), (1, 4), (1, 4)]
+    expected = [(0, 8)] + [(0, 0) if by == "a state" else (1, 4)] * 2
+    assert [(state["epoch"], state["position"]) for state in states] == expected
