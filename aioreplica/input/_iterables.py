@@ -349,12 +349,8 @@ def warn_if_shuffled(dataset: object) -> None:
 
     Reading it again up to a place then skips examples that were not seen, and repeats others.
     """
-    torch = sys.modules.get("torch.utils.data")
-    if torch is None or not isinstance(dataset, torch.DataLoader):
-        return
-    sampler = dataset.sampler
-    random = (torch.RandomSampler, torch.SubsetRandomSampler, torch.WeightedRandomSampler)
-    if isinstance(sampler, random):
+    sampler = _random_sampler(dataset)
+    if sampler is not None:
         warnings.warn(
             f"The DataLoader draws its order anew in each pass ({type(sampler).__name__}), so "
             f"going on in the middle of one repeats some examples and skips others. {CURE}",
@@ -366,14 +362,12 @@ def warn_if_shuffled(dataset: object) -> None:
 def difference_of_loader(dataset: object) -> str:
     """Say why a DataLoader may give other workers other batches; empty if it does not."""
     torch = sys.modules.get("torch.utils.data")
-    if torch is None or not isinstance(dataset, torch.DataLoader):
-        return ""
-    sampler = dataset.sampler
-    name = type(sampler).__name__
-    if isinstance(sampler, torch.distributed.DistributedSampler):
-        return f"has a {name}, which shares out the examples already"
-    is_random = isinstance(sampler, (torch.RandomSampler, torch.WeightedRandomSampler))
-    if is_random and dataset.generator is None and sampler.generator is None:
+    for each in _samplers_of(dataset):
+        if torch is not None and isinstance(each, torch.distributed.DistributedSampler):
+            return f"has a {type(each).__name__}, which shares out the examples already"
+    sampler = _random_sampler(dataset)
+    if sampler is not None and sampler.generator is None:
+        name = type(sampler).__name__
         return f"draws its order on each worker anew ({name} without a generator)"
     return ""
 
@@ -381,12 +375,34 @@ def difference_of_loader(dataset: object) -> str:
 def shut_down_workers(iterator: object) -> None:
     """End the worker processes of a DataLoader's iterator, which has no public method for it.
 
+def _random_sampler(dataset: object) -> Any:
+    """Return what draws the order of a DataLoader; None if nothing of torch's does."""
+    torch = sys.modules.get("torch.utils.data")
+    if torch is None:
+        return None
+    random = (torch.RandomSampler, torch.SubsetRandomSampler, torch.WeightedRandomSampler)
+    return next((each for each in _samplers_of(dataset) if isinstance(each, random)), None)
+
+
+def _samplers_of(dataset: object) -> tuple[object, ...]:
+    """Return what may choose the order of a DataLoader; nothing for other datasets.
+
+    Beside a `batch_sampler` of the user's, `sampler` is one that torch has made up.
+    """
+    torch = sys.modules.get("torch.utils.data")
+    if torch is None or not isinstance(dataset, torch.DataLoader):
+        return ()
+    outer = dataset.batch_sampler
+    return dataset.sampler, outer, getattr(outer, "sampler", None)
+
+
     Without it they live as long as the iterator, which the traceback of an error keeps. Workers
     that the user wants to persist belong to the loader, which uses them again.
     """
     torch = sys.modules.get("torch.utils.data.dataloader")
-    kind = getattr(torch, "_MultiProcessingDataLoaderIter", None)
+    kind = getattr(torch, "_BaseDataLoaderIter", None)  # torchdata's iterators are of it too
     if kind is None or not isinstance(iterator, kind):
         return
-    if not getattr(iterator, "_persistent_workers", False):
-        iterator._shutdown_workers()
+    shut_down = getattr(iterator, "_shutdown_workers", None)  # only of one that has processes
+    if callable(shut_down) and not getattr(iterator, "_persistent_workers", False):
+        shut_down()

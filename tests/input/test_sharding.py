@@ -256,7 +256,13 @@ async def test_what_can_be_shared_out_in_no_way_needs_a_word() -> None:
 
 def test_a_loader_that_draws_its_own_order_needs_a_word() -> None:
     torch = pytest.importorskip("torch")
-    from torch.utils.data import DataLoader, TensorDataset
+    from torch.utils.data import (
+        BatchSampler,
+        DataLoader,
+        RandomSampler,
+        SubsetRandomSampler,
+        TensorDataset,
+    )
     from torch.utils.data.distributed import DistributedSampler
 
     examples = TensorDataset(torch.arange(8))
@@ -268,7 +274,7 @@ def test_a_loader_that_draws_its_own_order_needs_a_word() -> None:
         with pytest.raises(ValueError, match=f"{why}.*sharding='off'"):
             distribute_dataset(target(2, 0), loader, None)
         distribute_dataset(target(1, 0), loader, None)
-    seeded = torch.Generator().manual_seed(0)
+    repeated = RandomSampler(examples, generator=seeded)
     for loader in (
         DataLoader(examples, 4),
         DataLoader(examples, 4, shuffle=True, generator=seeded),
@@ -314,8 +320,22 @@ def test_files_are_read_one_after_the_other_and_closed() -> None:
         (Path("a"), read, TypeError, "list of paths"),
         ([], read, ValueError, "at least one path"),
         (["a"], None, TypeError, "function of a path, got None"),
+    drawn, subset = RandomSampler(examples), SubsetRandomSampler([0, 2, 4])
+    seeded = torch.Generator().manual_seed(0)
     ],
 )
+        (DataLoader(examples, 4, sampler=subset), "SubsetRandomSampler without a generator"),
+        # which the sampler does not use
+        (DataLoader(examples, 4, sampler=drawn, generator=seeded), "RandomSampler without"),
+        (
+            DataLoader(examples, batch_sampler=BatchSampler(drawn, 4, drop_last=False)),
+            "RandomSampler without a generator",
+        ),
 def test_bad_files_are_refused(paths: Any, reader: Any, error: type[Exception], text: str) -> None:
+        (
+            DataLoader(examples, batch_sampler=BatchSampler(dealt, 4, drop_last=False)),
+            "shares out the examples already",
+        ),
     with pytest.raises(error, match=text):
         ar.input.Files(paths, reader)
+        DataLoader(examples, batch_sampler=BatchSampler(repeated, 4, drop_last=False)),

@@ -11,6 +11,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.device_loop import _feeder
+from aioreplica.input import close_iterator
 
 torch = pytest.importorskip("torch")
 
@@ -105,11 +106,42 @@ async def test_persistent_workers_stay_with_their_loader(
     data._iterator._shutdown_workers()
 
 
+LOADERS_IN_RANDOM_ORDER: dict[str, Any] = {
+    "shuffle": lambda: loader(shuffle=True),
+    "sampler": lambda: loader(sampler=torch.utils.data.RandomSampler(Numbers())),
+    "batch sampler": lambda: torch.utils.data.DataLoader(
+        Numbers(),
+        batch_sampler=torch.utils.data.BatchSampler(
+            torch.utils.data.RandomSampler(Numbers()), 4, drop_last=False
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_processes_of_an_iterator_that_is_not_torchs_own_are_ended_too(persistent: bool) -> None:
+    """torchdata's derives from the base of torch's iterators only."""
+
+    class Fork(torch.utils.data.dataloader._BaseDataLoaderIter):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            self._persistent_workers = persistent
+            self.num_shut_down = 0
+
+        def _shutdown_workers(self) -> None:
+            self.num_shut_down += 1
+
+    iterator = Fork()
+    close_iterator(iterator)
+
+    assert iterator.num_shut_down == (0 if persistent else 1)
+
+
 @pytest.mark.asyncio
+@pytest.mark.parametrize("kind", LOADERS_IN_RANDOM_ORDER)
 async def test_a_loader_that_shuffles_cannot_be_resumed_mid_epoch(
-    pair: ar.MirroredStrategy,
+    pair: ar.MirroredStrategy, kind: str
 ) -> None:
-    async with pair.distribute_dataset(loader(shuffle=True)) as batches:
+    async with pair.distribute_dataset(LOADERS_IN_RANDOM_ORDER[kind]()) as batches:
         start = batches.state_dict()
         async for _ in batches:
             if batches.statistics().num_delivered == 10:
@@ -186,6 +218,19 @@ async def test_tensors_of_a_batch_do_not_write_into_a_list(
     assert all(item.sum() == 8 for item in mine)
 
 
+@pytest.mark.asyncio
+async def test_a_function_may_write_into_tensors_of_a_list(pair: ar.MirroredStrategy) -> None:
+    mine = [torch.full((4, 2), 255.0), torch.full((4, 2), 255.0)]
+
+    async with pair.distribute_dataset(ar.Dataset(mine).map(lambda x: x.div_(255))) as batches:
+        for _ in range(2):
+            assert {float(part.max()) for b in [b async for b in batches] for part in b.values} == {
+                1.0
+            }
+
+    assert all(item.sum() == 255 * 8 for item in mine)
+
+
 class ViewsOfItself:
     """A table whose columns are views of its own memory, as those of Arrow files are."""
 
@@ -217,16 +262,3 @@ def test_tensors_of_batches_by_hand_do_not_either() -> None:
         torch.from_numpy(batch).zero_()
 
     assert mine.sum() == 6
-@pytest.mark.asyncio
-async def test_a_function_may_write_into_tensors_of_a_list(pair: ar.MirroredStrategy) -> None:
-    mine = [torch.full((4, 2), 255.0), torch.full((4, 2), 255.0)]
-
-    async with pair.distribute_dataset(ar.Dataset(mine).map(lambda x: x.div_(255))) as batches:
-        for _ in range(2):
-            assert {float(part.max()) for b in [b async for b in batches] for part in b.values} == {
-                1.0
-            }
-
-    assert all(item.sum() == 255 * 8 for item in mine)
-
-
