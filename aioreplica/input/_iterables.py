@@ -141,23 +141,24 @@ def iterable_source(
     own = dataset if isinstance(dataset, Stateful) and first_made is None else None
     unused = [dataset if is_one_shot else first_made] if is_iterator else []
 
+    is_taken = False
     def next_made() -> object:
         return unused.pop() if unused else make()
 
     def read(start: Start) -> Pass:
-        if is_one_shot and not unused:
+        nonlocal is_taken
+        if is_one_shot and is_taken:
             raise ContextError(
                 f"{label} is an iterator: it can be read once only, and another loop has begun to. "
                 "Pass the generator function itself, or an object whose __iter__ starts anew."
             )
-        made = next_made() if is_one_shot else None
-        begin = (lambda: made) if is_one_shot else next_made
+        is_taken = True  # and still unused: the pass may be closed before its first item
         own_start = start if own is not None and start.own_state is not None else Start()
         items: Pass
         if is_async:
-            items = _read_on_loop(begin, own_start, own)
+            items = _read_on_loop(next_made, own_start, own)
         else:
-            items = _read_on_thread(begin, own_start, own, label)
+            items = _read_on_thread(next_made, own_start, own, label)
         return _skip(items, start, label) if start.offset and own_start is not start else items
 
     def check_start(start: Start) -> None:

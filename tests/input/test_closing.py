@@ -484,7 +484,8 @@ def test_the_end_of_the_event_loop_closes_forgotten_loops() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_loop_that_fails_to_close_does_not_keep_other_iterators_open() -> None:
+@pytest.mark.parametrize("wrap", [lambda source: source, ar.Dataset])
+async def test_a_loop_that_fails_to_close_does_not_keep_other_iterators_open(wrap: Any) -> None:
     """Replica 0's source is being read; replica 1's, an iterator, was never used."""
     reading = asyncio.Event()
 
@@ -508,7 +509,8 @@ async def test_a_loop_that_fails_to_close_does_not_keep_other_iterators_open() -
         finally:
             raise OSError("disk")
 
-    sources: list[Any] = [failing, Unused()]
+    unused = Unused()
+    sources: list[Any] = [failing, wrap(unused)]
     options = ar.InputOptions(fetch_to_device=False, replication_mode="PER_REPLICA")  # type: ignore[arg-type]
     async with mirrored(2) as strategy:
         batches = strategy.distribute_datasets_from_function(
@@ -520,4 +522,4 @@ async def test_a_loop_that_fails_to_close_does_not_keep_other_iterators_open() -
         await asyncio.wait([waiting])
         with pytest.raises(OSError, match="disk"):
             await batches.aclose()
-        assert sources[1].is_closed
+        assert unused.is_closed
