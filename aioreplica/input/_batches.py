@@ -13,7 +13,18 @@ from typing import Any, final
 import numpy as np
 
 from ..devices.backends import find_backends
-from ..tree import Array, DType, Tree, TreeSpec, flatten, leaves, map_leaves, paths, unflatten
+from ..tree import (
+    Array,
+    DType,
+    Tree,
+    TreeSpec,
+    flatten,
+    leaves,
+    map_leaves,
+    paths,
+    paths_of,
+    unflatten,
+)
 from ..values import DistributedValues
 
 TABLES = {"pandas": ("DataFrame",), "polars": ("DataFrame",), "pyarrow": ("Table", "RecordBatch")}
@@ -22,6 +33,7 @@ COLUMNS = {
     "polars": ("Series",),
     "pyarrow": ("Array", "ChunkedArray"),
 }
+WRITABLE = {"pandas": ("DataFrame", "Series"), "torch": ("Tensor",), "cupy": ("ndarray",)}
 
 
 @final
@@ -33,7 +45,6 @@ class ArraySpec:
         shape: (None, ...).
         dtype: Its NumPy dtype.
 
-WRITABLE = {"pandas": ("DataFrame", "Series"), "torch": ("Tensor",), "cupy": ("ndarray",)}
     Source:
         tf.TensorSpec.
     """
@@ -96,13 +107,14 @@ class BatchReader:
         label: Where the batches come from.
     """
 
-    __slots__ = ("_label", "_num_read", "_spec", "_what")
+    __slots__ = ("_label", "_num_read", "_paths", "_spec", "_what")
 
     def __init__(self, what: str, label: str) -> None:
         self._what = what
         self._label = label
         self._num_read = 0
         self._spec: TreeSpec | None = None
+        self._paths: list[str] = []  # of its leaves, once they are needed: each costs microseconds
 
     @property
     def name(self) -> str:
@@ -131,7 +143,7 @@ class BatchReader:
                 )
             self._spec = spec
         arrays = [
-            leaf if type(leaf) is np.ndarray else to_array(leaf, paths(batch)[i])
+            leaf if type(leaf) is np.ndarray else to_array(leaf, self._path(i))
             for i, leaf in enumerate(found)
         ]
         length = arrays[0].shape[0] if arrays and arrays[0].ndim else None
@@ -142,6 +154,12 @@ class BatchReader:
             raise ValueError(self._uneven(batch, arrays))
         self._num_read += 1
         return arrays, spec
+
+    def _path(self, number: int) -> str:
+        if not self._paths:
+            assert self._spec is not None  # `read` has set it
+            self._paths = paths_of(self._spec)
+        return self._paths[number]
 
     def _named(self, number: int) -> str:
         return f"{self._what.capitalize()} {number} of {self._label}"
@@ -230,6 +248,20 @@ def columns_of(batch: object) -> Tree:
     return map_leaves(_table_to_dict, batch)
 
 
+def copy_item(item: Tree) -> Tree:
+    """Return an item whose arrays, tensors and tables may be written into, as they are copies."""
+    return map_leaves(_copy_leaf, item)
+
+
+def _copy_leaf(leaf: Any) -> object:
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy(order="K")
+    library = _library_of(leaf, WRITABLE)
+    if library is None:
+        return leaf
+    return leaf.clone() if library == "torch" else leaf.copy()
+
+
 def find_array(leaf: Any, path: str) -> Array | None:
     """Return a column of a table as an array of the column's own dtype; None for other leaves.
 
@@ -248,20 +280,6 @@ def find_array(leaf: Any, path: str) -> Array | None:
             "floats. Fill them in the source, and pass which were missing as a column of its own "
             "if the step needs it."
         )
-def copy_item(item: Tree) -> Tree:
-    """Return an item whose arrays, tensors and tables may be written into, as they are copies."""
-    return map_leaves(_copy_leaf, item)
-
-
-def _copy_leaf(leaf: Any) -> object:
-    if isinstance(leaf, np.ndarray):
-        return leaf.copy(order="K")
-    library = _library_of(leaf, WRITABLE)
-    if library is None:
-        return leaf
-    return leaf.clone() if library == "torch" else leaf.copy()
-
-
     if array is None or array.dtype.hasobject:
         raise TypeError(
             f"Leaf {path} is a {kind}, which is not an array of numbers. Drop the column, or "
@@ -277,10 +295,10 @@ def _table_to_dict(leaf: Any) -> object:
             raise TypeError("A polars LazyFrame has no data yet. Pass what its collect() returns.")
         return leaf
     names = list(leaf.column_names if library == "pyarrow" else leaf.columns)
-    double = [name for i, name in enumerate(names) if name in names[:i]]
-    if double:
+    if len(set(names)) < len(names):
+        double = next(name for name in names if names.count(name) > 1)
         raise ValueError(
-            f"A {library} {type(leaf).__name__} has several columns named {double[0]!r}. Rename "
+            f"A {library} {type(leaf).__name__} has several columns named {double!r}. Rename "
             "them: a batch is a dict of the columns."
         )
     return {name: leaf[name] for name in names}
@@ -301,6 +319,14 @@ def _classes(module: object, names: Iterable[str]) -> Iterable[type]:
 def _read_pandas(column: Any) -> tuple[int, Array | None]:
     own = getattr(column.dtype, "numpy_dtype", None)  # of the nullable Int64, boolean, Float64
     if own is None or own.hasobject:
+        categories = getattr(column.dtype, "categories", None)
+        kind = column.dtype.kind if categories is None else categories.dtype.kind
+        # Of dates NumPy has NaT, which is a number as soon as it is cast; of categories it makes
+        # floats. Plain integers cannot be missing, and are not looked through.
+        if kind in "mM" or (categories is not None and kind in "iub"):
+            num_missing = int(column.isna().sum())
+            if num_missing:
+                return num_missing, None
         return 0, np.asarray(column)
     num_missing = int(column.isna().sum())
     if num_missing and own.kind != "f":
