@@ -144,7 +144,7 @@ def array_source(dataset: ArrayDataset) -> Source:
                 yield Item(await run_on_host(rows.read, picked), offset)
 
     def read(start: Start) -> Pass:
-        if start.offset > dataset.num_examples:
+        if start.offset > dataset.num_examples and not start.may_be_over:
             raise ValueError(
                 f"{label} cannot go on after example {start.offset}: it has only "
                 f"{dataset.num_examples}. Load the state of this dataset."
@@ -159,6 +159,7 @@ def array_source(dataset: ArrayDataset) -> Source:
         label,
         read,
         identity,
+        lambda: ("ArrayDataset", dataset._shuffle, *rows.shapes()),
         num_items=lambda: len(dataset),
         offset_after=lambda num: min(num * dataset._batch_size, dataset.num_examples),
         like=rows.like,

@@ -245,10 +245,6 @@ def zipped_source(
             return None
         return min(known) if options.remainder == "drop" else max(known)
 
-    def identity() -> tuple[object, ...]:
-        entries = tuple(entry for source in sources for entry in source.identity())
-        return (*entries, *(source.offset_after(1) for source in sources))
-
     async def aclose() -> None:
         for source in sources:
             await source.aclose()
@@ -260,13 +256,24 @@ def zipped_source(
     return Source(
         label,
         read,
-        identity,
+        partial(_identity_of, sources),
+        partial(_common_identity_of, sources),
         num_items=num_batches,
         like=sources[0].like,
         aclose=aclose,
         is_inline=is_inline,
         check_start=check_start,
     )
+
+
+def _identity_of(sources: Sequence[Source]) -> tuple[object, ...]:
+    entries = tuple(entry for source in sources for entry in source.identity())
+    return (*entries, *(source.offset_after(1) for source in sources))
+
+
+def _common_identity_of(sources: Sequence[Source]) -> tuple[object, ...]:
+    batch_size = max(source.offset_after(1) for source in sources)
+    return (*sources[0].common_identity(), batch_size)
 
 
 @final

@@ -257,6 +257,7 @@ def _batched(source: Source, size: int, *, drop_remainder: bool) -> Source:
         label,
         read,
         source.identity,
+        source.common_identity,
         num_items=num_items,
         offset_after=offset_after,
         aclose=source.aclose,

@@ -75,7 +75,9 @@ def distribute_dataset(
         )
         return Sharing(options.remainder, total, local)
 
-    return _distributed(target, split_source(source, options, sharing_now, joiner), joiner, 1)
+    worker = _own_worker(target.context_now()) if sharding == "off" else None
+    source = split_source(source, options, sharing_now, joiner)
+    return _distributed(target, source, joiner, 1, worker)
 
 
 def distribute_from_function(
@@ -102,10 +104,11 @@ def distribute_from_function(
             "context.input_pipeline_id says."
         )
     joiner, context = _joiner(target, options), target.context_now()
+    worker = _own_worker(context)
     if not options.is_per_replica:
         source = _made(dataset_fn, context)
         source = dealt_source(source, options, joiner, len(target.device_names))
-        return _distributed(target, source, joiner, 1)
+        return _distributed(target, source, joiner, context.num_input_pipelines, worker)
     lives_on_device = options.place_on_device and not target.has_plain_values
     sources = []
     num_local = len(target.device_names)
@@ -120,7 +123,12 @@ def distribute_from_function(
             sources.append(_made(dataset_fn, context))
     names = target.device_names if lives_on_device else ()
     source = zipped_source(sources, options, joiner, names)
-    return _distributed(target, source, joiner, len(sources))
+    return _distributed(target, source, joiner, num_in_sync, worker)
+
+
+def _own_worker(context: InputContext) -> int | None:
+    """Return which of several workers this is, where each reads a dataset of its own."""
+    return context.input_pipeline_id if context.num_input_pipelines > 1 else None
 
 
 def _made(dataset_fn: Callable[[InputContext], object], context: InputContext) -> Source:
@@ -158,7 +166,7 @@ def _sharded(
 
 
 def _distributed(
-    target: InputTarget, source: Source, joiner: Joiner, num_pipelines: int
+    target: InputTarget, source: Source, joiner: Joiner, num_pipelines: int, worker: int | None
 ) -> DistributedDataset:
     return DistributedDataset(
         source,
@@ -169,6 +177,7 @@ def _distributed(
         lambda: target.context_now().num_replicas_in_sync,
         target.gate,
         target.go_on,
+        worker,
     )
 
 

@@ -64,6 +64,7 @@ class DistributedDataset:
         num_replicas: Callable[[], int],
         gate: StepGate,
         go_on: GoOn | None = None,
+        worker: int | None = None,
     ) -> None:
         self.gate = gate  # of the steps that its batches are for
         self._source = source  # of batches of distributed values
@@ -73,12 +74,13 @@ class DistributedDataset:
         self._num_pipelines = num_pipelines
         self._num_replicas = num_replicas
         self._go_on = go_on
+        self._worker = worker  # of several that each read a dataset of their own; else None
         self._place = Start()  # behind the newest batch delivered
         self._next_start = Start()  # of the next loop
         self._newest: Epoch | None = None
-        self._own_iterator: DistributedIterator | None = None  # of `anext` on the dataset itself
-        self._fingerprint: int | None = None
         self._placed: Epoch | None = None  # the newest, unless a state was loaded since
+        self._own_iterator: DistributedIterator | None = None  # of `anext` on the dataset itself
+        self._fingerprints: tuple[int, int] | None = None
         self._num_delivered = 0
         self._is_entered = False
         self._is_closed = False
@@ -237,7 +239,8 @@ class DistributedDataset:
         of its own adds that, under "source".
         """
         self._settle()
-        return _pack_state(self._place, self._num_pipelines, self._known_fingerprint())
+        fingerprints = self._known_fingerprints()
+        return _pack_state(self._place, self._num_pipelines, fingerprints, self._worker)
 
     def load_state_dict(self, state: object) -> None:
         """Make the next loop go on behind the batch that `state` names. A loop is ended.
@@ -256,14 +259,13 @@ class DistributedDataset:
         """
         if self._is_closed:
             raise self._closed_error()
-        fingerprint = self._known_fingerprint()
-        label = self._source.label
-        place = _unpack_state(state, self._num_pipelines, fingerprint, label)
+        fingerprints, label = self._known_fingerprints(), self._source.label
+        place = _unpack_state(state, self._num_pipelines, fingerprints, self._worker, label)
         self._source.check_start(place)
-        if self._newest is not None:
-            self._open_loops.discard(self._newest)
         self._settle()
         self._placed = self._own_iterator = None
+        if self._newest is not None:
+            self._open_loops.discard(self._newest)
             self._newest.leave(f"{self._newest.name} was ended because a state was loaded.")
         self._place = self._next_start = place
 
@@ -272,10 +274,12 @@ class DistributedDataset:
         if self._newest is not None and self._newest.report is not None:
             self._newest.report()
 
-    def _known_fingerprint(self) -> int:
-        if self._fingerprint is None:
-            self._fingerprint = _fingerprint_of(self._source.identity())
-        return self._fingerprint
+    def _known_fingerprints(self) -> tuple[int, int]:
+        """Return that of the dataset, and one that other workers' own datasets have too."""
+        if self._fingerprints is None:
+            own, common = self._source.identity(), self._source.common_identity()
+            self._fingerprints = _fingerprint_of(own), _fingerprint_of(("any worker's", *common))
+        return self._fingerprints
 
     # ---- closing -------------------------------------------------------------------------
 
@@ -481,22 +485,37 @@ def _fingerprint_of(identity: tuple[object, ...]) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def _pack_state(place: Start, num_pipelines: int, fingerprint: int) -> dict[str, object]:
-    """Return a place as plain data."""
+def _pack_state(
+    place: Start, num_pipelines: int, fingerprints: tuple[int, int], worker: int | None
+) -> dict[str, object]:
+    """Return a place as plain data.
+
+    Where each worker reads a dataset of its own, a checkpoint keeps what the first one returns: the
+    fingerprint is one that fits all, and its own goes along.
+    """
+    own, common = fingerprints
     state: dict[str, object] = {
         "version": place.version,
         "epoch": place.epoch,
         "position": place.offset,
         "pipelines": num_pipelines,
-        "fingerprint": fingerprint,
+        "fingerprint": own if worker is None else common,
     }
+    if worker is not None:
+        state |= {"worker": worker, "own_fingerprint": own}
     if place.own_state is not None:
         state["source"] = place.own_state
     return state
 
 
-def _unpack_state(state: object, num_pipelines: int, fingerprint: int, label: str) -> Start:
-    """Return the place that a state names.
+def _unpack_state(
+    state: object,
+    num_pipelines: int,
+    fingerprints: tuple[int, int],
+    worker: int | None,
+    label: str,
+) -> Start:
+    """Return the place that a state names; of another worker's, without its source's own state.
 
     Raises:
         ValueError: If it is not complete, or of another version, dataset or number of pipelines.
@@ -521,13 +540,24 @@ def _unpack_state(state: object, num_pipelines: int, fingerprint: int, label: st
     if found["pipelines"] != num_pipelines:
         raise ValueError(
             f"The state was saved with {found['pipelines']} input pipelines, but {label} has "
-            f"{num_pipelines}. One dataset per replica can go on with as many replicas only; one "
-            "per worker can with any number."
+            f"{num_pipelines}. Datasets that a function made can go on with as many of them only; "
+            "what distribute_dataset splits can with any number of replicas and workers."
         )
-    if found["fingerprint"] != fingerprint:
+    is_own = count_or_none(state.get("worker", 0)) == (worker or 0)
+    saved, fits = found["fingerprint"], found["fingerprint"] in fingerprints
+    if fits and is_own and worker is not None and "own_fingerprint" in state:
+        saved = count_or_none(state["own_fingerprint"]) or 0
+        fits = saved == fingerprints[0]
+    if not fits:
         raise ValueError(
-            f"The state was saved by another dataset (fingerprint {found['fingerprint']}, "
-            f"{label} has {fingerprint}). Load it into the dataset, with the seed, that it is of; "
-            "with one dataset per replica, the batch size must be the same too."
+            f"The state was saved by another dataset (fingerprint {saved}, {label} has "
+            f"{fingerprints[0]}). Load it into the dataset, with the seed, that it is of; with one "
+            "dataset per replica, the batch size must be the same too."
         )
-    return Start(found["epoch"], found["position"], state.get("source"), version=found["version"])
+    return Start(
+        found["epoch"],
+        found["position"],
+        state.get("source") if is_own else None,
+        may_be_over=worker is not None,  # that of a worker with more examples
+        version=found["version"],
+    )

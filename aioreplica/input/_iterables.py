@@ -114,6 +114,7 @@ def _sequence_source(batches: Sequence[object]) -> Source:
         label,
         read,
         lambda: (label,),
+        lambda: (type(batches).__name__,),
         num_items=lambda: len(batches),
         like=lambda: batches[0] if batches else None,
         is_inline=True,
@@ -140,8 +141,8 @@ def iterable_source(
     is_one_shot = is_iterator and first_made is None
     own = dataset if isinstance(dataset, Stateful) and first_made is None else None
     unused = [dataset if is_one_shot else first_made] if is_iterator else []
-
     is_taken = False
+
     def next_made() -> object:
         return unused.pop() if unused else make()
 
@@ -169,6 +170,7 @@ def iterable_source(
         label,
         read,
         lambda: (label, _length_of(dataset)),
+        lambda: (label,),
         num_items=lambda: _length_of(dataset),
         aclose=lambda: _close_unused(unused),
         check_start=check_start,
@@ -373,9 +375,6 @@ def difference_of_loader(dataset: object) -> str:
     return ""
 
 
-def shut_down_workers(iterator: object) -> None:
-    """End the worker processes of a DataLoader's iterator, which has no public method for it.
-
 def _random_sampler(dataset: object) -> Any:
     """Return what draws the order of a DataLoader; None if nothing of torch's does."""
     torch = sys.modules.get("torch.utils.data")
@@ -396,6 +395,9 @@ def _samplers_of(dataset: object) -> tuple[object, ...]:
     outer = dataset.batch_sampler
     return dataset.sampler, outer, getattr(outer, "sampler", None)
 
+
+def shut_down_workers(iterator: object) -> None:
+    """End the worker processes of a DataLoader's iterator, which has no public method for it.
 
     Without it they live as long as the iterator, which the traceback of an error keeps. Workers
     that the user wants to persist belong to the loader, which uses them again.

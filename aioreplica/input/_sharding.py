@@ -135,7 +135,7 @@ def files_source(
     names = [str(path) for path in files.paths]
     return replace(
         whole, label=repr(files), read=read, identity=lambda: ("Files", *names),
-        check_start=check_start,
+        common_identity=lambda: ("Files",), check_start=check_start,
     )  # fmt: skip
 
 

@@ -75,6 +75,8 @@ class Source:
         read: Begins a pass. Checks where it begins; nothing is read before its first item.
         identity: Gives plain values that differ from those of another source, so far as one can
             tell.
+        common_identity: Gives those that are the same for what other workers read, where each
+            worker reads a dataset of its own: neither content nor length.
         num_items: Gives the number of items of a pass, None if that is not known.
         offset_after: Gives the offset behind the first so many items of a pass.
         like: Gives an item like the first one if that costs nothing, else None.
@@ -90,6 +92,7 @@ class Source:
     label: str
     read: Callable[[Start], Pass]
     identity: Callable[[], tuple[Any, ...]]
+    common_identity: Callable[[], tuple[Any, ...]]
     num_items: Callable[[], int | None] = lambda: None
     offset_after: Callable[[int], int] = lambda num_items: num_items
     like: Callable[[], Tree] = lambda: None

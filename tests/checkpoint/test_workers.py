@@ -1,6 +1,7 @@
 """Checkpoints of several workers: one writes, all restore, on any division into workers."""
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -222,3 +223,89 @@ async def test_a_save_beside_a_loop_has_all_of_it(tmp_path: Path) -> None:
             return found, state["sgd"].iterations.value.item(), state["loops"]
 
     assert await on_workers(2, 1, program) == [(await trained(), 4, 1)] * 2
+
+
+class Loader:
+    """A source with a state of its own, which is of no use to another worker."""
+
+    def __init__(self, worker: int) -> None:
+        self.batches = np.split(rows_of(worker), range(3, 9, 3))
+        self.worker = worker
+        self.first = self.number = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.number, self.first = self.first, 0
+        for batch in self.batches[self.number :]:
+            self.number += 1
+            yield batch
+
+    def state_dict(self) -> Any:
+        return {"number": self.number, "worker": self.worker}
+
+    def load_state_dict(self, state: Any) -> None:
+        assert state["worker"] == self.worker
+        self.first = state["number"]
+
+
+def rows_of(worker: int) -> np.ndarray:
+    """Return the examples of a worker, three batches of 3; the first worker has one more."""
+    return np.arange(100 * worker, 100 * worker + (9 if worker == 0 else 8))
+
+
+PER_REPLICA = ar.InputOptions(fetch_to_device=False, replication_mode="per_replica")  # type: ignore[arg-type]
+OWN: dict[str, Any] = {
+    "off": lambda strategy: strategy.distribute_dataset(
+        ar.ArrayDataset(rows_of(strategy._runtime.workers.rank), 3),
+        ar.InputOptions(sharding="off"),
+    ),
+    "function": lambda strategy: strategy.distribute_datasets_from_function(
+        lambda context: ar.ArrayDataset(
+            rows_of(context.input_pipeline_id), 3, shuffle=True, seed=context.input_pipeline_id
+        )
+    ),
+    "per replica": lambda strategy: strategy.distribute_datasets_from_function(
+        lambda context: ar.ArrayDataset(rows_of(context.input_pipeline_id), 3), PER_REPLICA
+    ),
+    "own state": lambda strategy: strategy.distribute_datasets_from_function(
+        lambda context: Loader(context.input_pipeline_id)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
+async def test_workers_with_datasets_of_their_own_go_on_from_the_state_of_the_first(
+    tmp_path: Path, kind: str, num_steps: int
+) -> None:
+    """As a checkpoint holds it, and as `shrink` puts it back."""
+
+    def made(strategy: ar.MultiWorkerMirroredStrategy) -> dict[str, Any]:
+        with strategy.scope():
+            return {"batches": OWN[kind](strategy), "w": ar.Variable(0.0, name="w")}
+
+    async def rest(strategy: ar.Strategy, loop: Any) -> list[list[int]]:
+        return [strategy.local_results(batch)[0].tolist() async for batch in loop]
+
+    async def save(strategy: ar.MultiWorkerMirroredStrategy) -> Any:
+        state, workers = made(strategy), strategy._runtime.workers
+        assert workers is not None
+        async with state["batches"] as batches, ar.CheckpointManager(tmp_path) as manager:
+            loop = aiter(batches)
+            seen = [strategy.local_results(await anext(loop))[0] for _ in range(num_steps)]
+            await manager.save(1, state)
+            savepoint = Savepoint(state)
+            left = await rest(strategy, loop)
+            assert sorted(sum(left, [x for part in seen for x in part])) == [*rows_of(workers.rank)]
+            await savepoint.put_back_newest(workers)
+            assert await rest(strategy, batches) == left
+        return left
+
+    async def restore(strategy: ar.MultiWorkerMirroredStrategy) -> Any:
+        state = made(strategy)
+        async with state["batches"] as batches, ar.CheckpointManager(tmp_path) as manager:
+            await manager.restore(state)
+            return await rest(strategy, batches)
+
+    left = await on_workers(2, 1, save)
+    assert [len(of_worker) for of_worker in left] == [3 - num_steps] * 2
+    assert await on_workers(2, 1, restore) == left

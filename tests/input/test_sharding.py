@@ -17,6 +17,7 @@ from aioreplica.input import (
     InputTarget,
     OpenLoops,
     distribute_dataset,
+    distribute_from_function,
     local_replicas,
     shard_items,
     split_sizes,
@@ -181,6 +182,58 @@ async def test_a_state_that_does_not_fit_the_files_is_refused() -> None:
             await anext(batches)
 
 
+PER_REPLICA = ar.InputOptions(fetch_to_device=False, replication_mode="PER_REPLICA")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("options", "numbers"), [(None, (2, 3)), (PER_REPLICA, (4, 6))])
+def test_a_state_of_datasets_of_a_function_fits_as_many_of_them(
+    options: ar.InputOptions | None, numbers: tuple[int, int]
+) -> None:
+    """Others share the examples out in another way, which nobody can tell from the outside."""
+
+    def make(context: ar.InputContext) -> Any:
+        return lambda: iter([np.full(2, context.input_pipeline_id)])
+
+    two, three, alone = (
+        distribute_from_function(who, make, options)
+        for who in (target(2, 0), target(3, 0), target(1, 0, num_local=4))
+    )
+    for before, after, saved, has in [(two, three, *numbers), (three, two, *numbers[::-1])]:
+        with pytest.raises(ValueError, match=f"with {saved} input pipelines, but .* has {has}"):
+            after.load_state_dict(before.state_dict())
+    if options is PER_REPLICA:
+        alone.load_state_dict(two.state_dict())  # as many, on one worker
+    else:
+        with pytest.raises(ValueError, match=r"with 2 input pipelines, but .* has 1"):
+            alone.load_state_dict(two.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["off", "function", "per replica"])
+def test_a_state_of_the_first_worker_fits_what_others_read(kind: str) -> None:
+    """A checkpoint keeps no other; but each worker may look at its own more closely."""
+
+    def dataset(worker: int, *, seed: int = 0, columns: int = 2) -> Any:
+        def make(context: ar.InputContext) -> ar.ArrayDataset:
+            first = context.input_pipeline_id
+            rows = np.arange(20 + first * columns).reshape(-1, columns) + first
+            return ar.ArrayDataset(rows, 4, shuffle=True, seed=seed)
+
+        if kind == "off":
+            data = make(ar.InputContext(2, worker, 4))
+            return distribute_dataset(target(2, worker), data, ar.InputOptions(sharding="off"))
+        options = PER_REPLICA if kind == "per replica" else None
+        return distribute_from_function(target(2, worker), make, options)
+
+    state = json.loads(json.dumps(dataset(0).state_dict()))
+    dataset(0).load_state_dict(state)
+    other = dataset(1)
+    other.load_state_dict(state)
+    assert other.state_dict()["position"] == state["position"]
+    for changed in (dataset(0, seed=1), dataset(0, columns=1), dataset(1, columns=1)):
+        with pytest.raises(ValueError, match="another dataset"):
+            changed.load_state_dict(state)
+
+
 @pytest.mark.asyncio
 async def test_sharding_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     options = ar.InputOptions(sharding="data")
@@ -267,9 +320,22 @@ def test_a_loader_that_draws_its_own_order_needs_a_word() -> None:
 
     examples = TensorDataset(torch.arange(8))
     dealt = DistributedSampler(examples, num_replicas=2, rank=0)
+    drawn, subset = RandomSampler(examples), SubsetRandomSampler([0, 2, 4])
+    seeded = torch.Generator().manual_seed(0)
     for loader, why in [
         (DataLoader(examples, 4, shuffle=True), "RandomSampler without a generator"),
+        (DataLoader(examples, 4, sampler=subset), "SubsetRandomSampler without a generator"),
+        # which the sampler does not use
+        (DataLoader(examples, 4, sampler=drawn, generator=seeded), "RandomSampler without"),
+        (
+            DataLoader(examples, batch_sampler=BatchSampler(drawn, 4, drop_last=False)),
+            "RandomSampler without a generator",
+        ),
         (DataLoader(examples, 4, sampler=dealt), "shares out the examples already"),
+        (
+            DataLoader(examples, batch_sampler=BatchSampler(dealt, 4, drop_last=False)),
+            "shares out the examples already",
+        ),
     ]:
         with pytest.raises(ValueError, match=f"{why}.*sharding='off'"):
             distribute_dataset(target(2, 0), loader, None)
@@ -278,6 +344,7 @@ def test_a_loader_that_draws_its_own_order_needs_a_word() -> None:
     for loader in (
         DataLoader(examples, 4),
         DataLoader(examples, 4, shuffle=True, generator=seeded),
+        DataLoader(examples, batch_sampler=BatchSampler(repeated, 4, drop_last=False)),
     ):
         distribute_dataset(target(2, 0), loader, None)
 
@@ -320,22 +387,8 @@ def test_files_are_read_one_after_the_other_and_closed() -> None:
         (Path("a"), read, TypeError, "list of paths"),
         ([], read, ValueError, "at least one path"),
         (["a"], None, TypeError, "function of a path, got None"),
-    drawn, subset = RandomSampler(examples), SubsetRandomSampler([0, 2, 4])
-    seeded = torch.Generator().manual_seed(0)
     ],
 )
-        (DataLoader(examples, 4, sampler=subset), "SubsetRandomSampler without a generator"),
-        # which the sampler does not use
-        (DataLoader(examples, 4, sampler=drawn, generator=seeded), "RandomSampler without"),
-        (
-            DataLoader(examples, batch_sampler=BatchSampler(drawn, 4, drop_last=False)),
-            "RandomSampler without a generator",
-        ),
 def test_bad_files_are_refused(paths: Any, reader: Any, error: type[Exception], text: str) -> None:
-        (
-            DataLoader(examples, batch_sampler=BatchSampler(dealt, 4, drop_last=False)),
-            "shares out the examples already",
-        ),
     with pytest.raises(error, match=text):
         ar.input.Files(paths, reader)
-        DataLoader(examples, batch_sampler=BatchSampler(repeated, 4, drop_last=False)),
