@@ -147,6 +147,7 @@ class SimTask(RealTask[Any]):
     def fire(self) -> None:
         """Run the step that waits."""
         callback, self.callback = self.callback, None  # no cycle: the collector is off during a run
+        self._loop.sim_tasks.last = self.index  # type: ignore[attr-defined]  # as below
         self.context.run(callback, *self.args)  # type: ignore[union-attr, arg-type]  # set together
         if self.done():
             self._loop.sim_tasks.end(self)  # type: ignore[attr-defined]  # typeshed leaves it out
@@ -191,14 +192,16 @@ class TaskList:
 
     Attributes:
         num_made: How many tasks there were; the number of the next one.
+        last: Index of the task that took a step last; -1 before the first.
     """
 
-    __slots__ = ("_failed", "_limit", "_tasks", "num_made")
+    __slots__ = ("_failed", "_limit", "_tasks", "last", "num_made")
 
     def __init__(self) -> None:
         self._tasks: dict[int, SimTask] = {}
         self._failed: list[SimTask] = []
         self.num_made = 0
+        self.last = -1
         self._limit = MAX_ENDED
 
     def __iter__(self) -> Iterator[SimTask]:

@@ -91,7 +91,8 @@ class Ranks:
     could go on but has gone on for `SPIN` decisions steps back once: it may wait for another.
 
     Attributes:
-        last: Number of the task that went last.
+        last: Number of the task that went last, also where nobody else could: as far as it matters,
+            which is where a task is an option.
     """
 
     __slots__ = ("_in_a_row", "last")
@@ -107,6 +108,9 @@ class Ranks:
 
     def rank(self, options: list[Participant]) -> list[int]:
         """Return the positions of the options by rank."""
+        last = next((last_task(each) for each in options if is_preemptible(each)), self.last)
+        if last != self.last:  # it went when there was nothing to choose
+            self.last, self._in_a_row = last, 0
         default = next((i for i, option in enumerate(options) if option.index == self.last), None)
         if default is None:
             default = fifo(options)
@@ -147,6 +151,12 @@ class ChoiceList:
 def is_preemptible(option: Participant) -> bool:
     """Tell whether this is a task: holding it though it could run is a preemption."""
     return hasattr(option, "number")
+
+
+def last_task(task: Participant) -> int:
+    """Return the number of the task that went last in the run of a task; -1 before the first."""
+    number: int = task._loop.sim_tasks.last  # type: ignore[attr-defined]  # it is a task
+    return number
 
 
 def is_outside(option: Participant) -> bool:

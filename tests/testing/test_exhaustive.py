@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from aioreplica.testing import _branches
+import aioreplica.testing as art
+from aioreplica.testing import _branches, _exhaustive
 from aioreplica.testing._branches import Search
 from aioreplica.testing._execute import Outcome
 from aioreplica.testing._participants import CLOCK, Participant
@@ -42,6 +43,8 @@ class Path:
     def __call__(self, options: list[Participant]) -> int:
         is_task = [hasattr(each, "number") for each in options]
         is_outside = [each.index == CLOCK or hasattr(each, "deadline") for each in options]
+        if any(is_task):  # one may have gone on since, when nobody else could
+            self.last = options[is_task.index(True)]._loop.sim_tasks.last  # type: ignore[attr-defined]
         goes_on = any(each.index == self.last for each in options)
         costs = [
             int(not all(is_outside) if each.index == CLOCK else goes_on and task)
@@ -52,8 +55,6 @@ class Path:
         at = self.positions[depth] if depth < len(self.positions) else costs.index(0)
         self.taken.append(at)
         self.costs.append(costs)
-        if is_task[at]:
-            self.last = options[at].index
         return at
 
 
@@ -205,6 +206,35 @@ def test_orders_that_differ_for_nobody_are_run_once(monkeypatch: pytest.MonkeyPa
     counts.compare(calls_in_two_pools, monkeypatch, "reorder")
 
     assert counts == Counts(len(BOUNDS), run=32, all=56)
+
+
+async def goes_on_after_each_wake_up() -> None:
+    """Fail where each side, when it has woken the other, takes one more step first."""
+    turns, log = (asyncio.Event(), asyncio.Event()), list[int]()
+
+    async def side(me: int) -> None:
+        for _ in range(3):
+            await turns[me].wait()
+            turns[me].clear()
+            log.append(me)
+            turns[1 - me].set()
+            await asyncio.sleep(0)
+            log.append(me)
+
+    turns[0].set()
+    await asyncio.gather(side(0), side(1))
+    assert log != [0, 0, 1, 1] * 3
+
+
+def test_a_task_that_goes_on_after_a_step_without_a_choice_preempts_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_exhaustive, "CROSS_CHECK", 1)  # no sample helps
+
+    report = art.exhaustive(goes_on_after_each_wake_up, max_preemptions=0)
+
+    assert report.failed
+    assert report.cross_checked == 0
 
 
 @pytest.mark.xslow
