@@ -166,6 +166,7 @@ class Search:
 
     Attributes:
         num_run: How many schedules were run.
+        num_spun: How many of them spun, so that asyncio's own order decided in the end.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class Search:
         self._waiting: list[deque[Branch]] = [deque() for _ in range((max_preemptions or 0) + 1)]
         self._waiting[0].append(Branch((), 0))
         self._was_cut = False
-        self.num_run = 0
+        self.num_run = self.num_spun = 0
 
     @property
     def is_complete(self) -> bool:
@@ -195,7 +196,8 @@ class Search:
                     schedule, partial(Explorer, branch, self._bound)
                 )
                 self.num_run += 1
-                self._was_cut |= explorer.was_cut
+                self.num_spun += outcome.is_cut
+                self._was_cut |= explorer.was_cut or outcome.is_cut
                 self._add(explorer.found)
                 yield replace(schedule, choices=explorer.choices), outcome
 

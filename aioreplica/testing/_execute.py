@@ -36,12 +36,15 @@ class Outcome:
         value: What the program returned.
         error: What it raised, or the `LeakError`; None where only a rerun with a trace can make it.
         order: Who took each step, by number of participant.
+        is_cut: Whether asyncio's own order decided something in a schedule of another order, as
+            the program took too many steps at one instant.
     """
 
     kind: str
     value: Any
     error: BaseException | None
     order: array[int]
+    is_cut: bool = False
 
     @property
     def has_failed(self) -> bool:
@@ -186,15 +189,17 @@ def _run(
         _abandon(loop, pools)
         raise
     _give_up_if_threads_are_needed(loop, pools)
-    order = loop.order
+    order, is_cut = loop.order, loop.budget.has_decided
     loop.order = array("i")
     loop.is_logging = False
     if kind != "done":
         if observer is not None:
             observer.end(kind)
         _abandon(loop, pools)
-        return Outcome(kind, None, None, order)
-    return _judge(loop, pools, task, order, observer, leaks)
+        return Outcome(kind, None, None, order, is_cut)
+    outcome = _judge(loop, pools, task, order, observer, leaks)
+    outcome.is_cut = is_cut
+    return outcome
 
 
 def _give_up_if_threads_are_needed(loop: SimLoop, pools: PoolTable) -> None:

@@ -18,7 +18,7 @@ from typing import Final
 
 from ._branches import Search
 from ._execute import Main, Outcome, check_main
-from ._explain import explain, with_same_runs
+from ._explain import explain, warnings_of, with_same_runs
 from ._explore import MIN_LENGTH
 from ._leaks import Ignored
 from ._report import Report, handed_out
@@ -105,11 +105,11 @@ def _search(runner: Runner, fidelity: str, bound: int | None, limit: int) -> Rep
     search = Search(runner, base, bound, limit)
     sampled = 0
 
-    def report(*, is_complete: bool = False) -> Report:
+    def report(*, is_complete: bool = False, num_spun: int = 0) -> Report:
         rate = search.num_run / (perf_counter() - start)
         return Report(
             False, None, search.num_run, is_complete, rate, 0, "exhaustive", fidelity,
-            cross_checked=sampled,
+            warnings_of(base_trace, num_spun, search.num_run), sampled,
         )  # fmt: skip
 
     first, base_trace = runner.trace_first(base)
@@ -128,7 +128,7 @@ def _search(runner: Runner, fidelity: str, bound: int | None, limit: int) -> Rep
         sampled, failed = _cross_check(runner, base, len(first.order))
         if failed is not None:
             return explain(runner, *failed, report(), base, base_trace)
-    return report(is_complete=search.is_complete)
+    return report(is_complete=search.is_complete, num_spun=search.num_spun)
 
 
 def _cross_check(

@@ -10,6 +10,7 @@ from typing import Final
 from ._branches import Search
 from ._errors import NondeterminismError
 from ._execute import Outcome
+from ._loop import MAX_STEPS, SPIN_STEPS
 from ._report import Failure, Report
 from ._runner import Runner, same_end, same_failure
 from ._schedule import CANCELLED, HELD, Hold, Schedule
@@ -32,6 +33,10 @@ UNSEEN_SETS: Final = (
     "Runs no longer differ if objects of these classes are walked in one order: {}. They hash by "
     "their addresses, and a set of them, which no task holds while it waits, is walked in another "
     "order in every run. Keep them in a dict or a list, or give them a `__hash__`."
+)
+SPUN: Final = (
+    "{} of {} schedules took {} steps at one instant. From there on asyncio's own order decided, "
+    "so what the program does after that was run in no other order."
 )
 SEARCH: Final = 600
 """How many schedules to search for one that fits into a token."""
@@ -70,6 +75,18 @@ def _name_unseen_sets(runner: Runner, report: Report, attempt: Callable[[], Repo
 def _differs(report: Report) -> bool:
     """Tell whether runs of one schedule differed."""
     return report.failure is not None and isinstance(report.failure.error, NondeterminismError)
+
+
+def warnings_of(trace: Trace, num_spun: int, num_run: int) -> tuple[str, ...]:
+    """Return what is to be said although no schedule has failed.
+
+    Args:
+        trace: Of asyncio's own order.
+        num_spun: How many schedules spun, so that not all of them varied.
+        num_run: Of how many.
+    """
+    spun = (SPUN.format(num_spun, num_run, f"{SPIN_STEPS:,}"),) if num_spun else ()
+    return (*trace.order.warnings(), *spun)
 
 
 def explain(

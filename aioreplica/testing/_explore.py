@@ -11,7 +11,14 @@ from typing import Any, Final
 
 from ._cancel import is_named
 from ._execute import Main, Outcome, check_main
-from ._explain import ENDLESS_STEPS, checked_token, confirm, explain, with_same_runs
+from ._explain import (
+    ENDLESS_STEPS,
+    checked_token,
+    confirm,
+    explain,
+    warnings_of,
+    with_same_runs,
+)
 from ._faults import Faults
 from ._leaks import Ignored
 from ._report import Failure, Report, handed_out, text_timeline
@@ -122,7 +129,7 @@ def _sample(
     start = perf_counter()
     first, base_trace = runner.trace_first(base)
     num_steps, num_decisions = len(first.order), base_trace.num_decisions
-    schedule, outcome, num_run = base, first, 1
+    schedule, outcome, num_run, num_spun = base, first, 1, int(first.is_cut)
     if not first.has_failed and not same_end(first, runner.run(base)):
         outcome = replace(first, kind="differs")
     rotation = Rotation(strategy)
@@ -133,12 +140,13 @@ def _sample(
         outcome = runner.run(schedule)
         rotation.ran(maker, outcome.order.tobytes())
         num_run += 1
+        num_spun += outcome.is_cut
         if told is not None:
             told(num_run)
     if not outcome.has_failed and not same_end(first, runner.run(base)):
         schedule, outcome = base, replace(first, kind="differs")
     rate = num_run / (perf_counter() - start)
-    warnings = base_trace.order.warnings()
+    warnings = warnings_of(base_trace, 0 if outcome.has_failed else num_spun, num_run)
     report = Report(False, None, num_run, False, rate, seed, strategy, base.fidelity, warnings)
     if outcome.has_failed:
         return explain(runner, schedule, outcome, report, base, base_trace)
@@ -332,6 +340,7 @@ def _cancel_in_orders(
     start = perf_counter()
     num_run = num_named = 0
     known: dict[str, None] = {}
+    warnings: dict[str, None] = {}
     report = Report(False, None, 0, False, 0.0, 0, "cancel_everywhere", "reorder")
     for number in range(orders):
         order = RANDOM if number else FIFO
@@ -343,6 +352,8 @@ def _cancel_in_orders(
         if first.has_failed:
             report = replace(report, schedules_run=num_run)
             return explain(runner, base, first, report, base, trace)
+        warnings |= dict.fromkeys(trace.order.warnings())
+        report = replace(report, warnings=tuple(warnings))
         known |= dict.fromkeys(
             name.rpartition(".")[2] for made in trace.tasks for name in made.names
         )

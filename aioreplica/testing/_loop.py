@@ -481,12 +481,16 @@ class Budget:
 
     Args:
         max_steps: Steps after which a run is endless.
+
+    Attributes:
+        has_decided: Whether asyncio's own order was kept where there was a choice.
     """
 
-    __slots__ = ("_jump_s", "_last_now", "_spin", "max_steps")
+    __slots__ = ("_jump_s", "_last_now", "_spin", "has_decided", "max_steps")
 
     def __init__(self, max_steps: int = MAX_STEPS) -> None:
         self.max_steps = max_steps
+        self.has_decided = False
         self._last_now = START_S
         self._jump_s = 1.0
         self._spin = SPIN_STEPS
@@ -502,7 +506,7 @@ class Budget:
         if steps >= self.max_steps:
             return 0
         if loop.now == self._last_now:
-            loop.choose = fifo
+            loop.choose = self._keep_order
             when = loop.next_when()
             if when is None:
                 when = loop.now + self._jump_s
@@ -512,3 +516,7 @@ class Budget:
             loop.jump(when)
         self._last_now = loop.now
         return min(steps + self._spin, self.max_steps)
+
+    def _keep_order(self, options: list[Participant]) -> int:
+        self.has_decided = True
+        return fifo(options)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 import aioreplica.testing as art
-from aioreplica.testing import _explain
+from aioreplica.testing import _explain, _loop
 from aioreplica.testing._report import unread_reports
 from tests.testing.programs import step
 
@@ -84,6 +84,53 @@ def test_a_search_that_was_cut_excludes_nothing(monkeypatch: pytest.MonkeyPatch)
         == f"Not found at fidelity 'asyncio' in {report.confirmation_runs} schedules."
     )
     assert report.confirmation_runs == 20, "those of the search, and a sample"
+
+
+SPIN_STEPS = 200
+
+
+@pytest.fixture
+def short_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_loop, "SPIN_STEPS", SPIN_STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_spin")
+def test_what_comes_after_a_spin_is_not_complete() -> None:
+    async def main() -> None:
+        await step(SPIN_STEPS)
+        await overlapping_awaits()
+
+    report = art.exhaustive(main)
+
+    assert not report.failed
+    assert not report.complete
+    [warning] = report.warnings
+    assert warning.startswith("1 of 1 schedules took")
+    [warning] = art.explore(main, schedules=3).warnings
+    assert warning.startswith("3 of 3 schedules took")
+
+
+@pytest.mark.usefixtures("short_spin")
+def test_a_program_that_spins_alone_is_complete() -> None:
+    report = art.exhaustive(lambda: step(2 * SPIN_STEPS), fidelity="asyncio")
+
+    assert report.complete
+    assert report.warnings == ()
+
+
+@pytest.mark.usefixtures("short_spin")
+def test_where_not_all_orders_were_run_for_a_spin_nothing_is_excluded() -> None:
+    async def main() -> None:
+        await overlapping_awaits()
+        await step(SPIN_STEPS)
+        await asyncio.gather(step(), asyncio.to_thread(int))
+
+    report = art.explore(main)
+
+    assert report.failed
+    assert report.confirmed is None
+    assert report.warnings == ()
 
 
 def test_another_failure_at_that_fidelity_confirms_nothing() -> None:

@@ -1,6 +1,7 @@
 """Collectives that only the schedule ordered are named, though the schedule passed."""
 
 import asyncio
+from collections.abc import Callable, Coroutine
 
 import aioreplica as ar
 import aioreplica.testing as art
@@ -10,12 +11,16 @@ def total(strategy: ar.Strategy, value: object) -> int:
     return 0
 
 
-def explored(step: object, schedules: int) -> art.Report:
+def program(step: object) -> Callable[[], Coroutine[object, None, None]]:
     async def main() -> None:
         async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
             await strategy.run(step)  # type: ignore[arg-type]
 
-    return art.explore(main, schedules=schedules)
+    return main
+
+
+def explored(step: object, schedules: int) -> art.Report:
+    return art.explore(program(step), schedules=schedules)
 
 
 async def two_tasks() -> None:
@@ -56,6 +61,14 @@ def test_calls_that_only_time_orders_are_named() -> None:
         "Replicas 0, 1: two tasks call merge_call #1 (total) at test_order.py"
     )
     assert "nothing but the schedule orders them" in warning
+
+
+def test_every_exploration_names_them() -> None:
+    main = program(two_tasks)
+
+    for report in (art.exhaustive(main, max_preemptions=0), art.cancel_everywhere(main)):
+        _ = report.failed  # whether one fails does not matter here
+        assert any("two tasks call merge_call #1" in warning for warning in report.warnings)
 
 
 def test_calls_that_an_event_orders_are_not() -> None:
