@@ -128,6 +128,8 @@ def explain(
         return same_failure(again, runner.run_holds(schedule, holds, limit))
 
     holds, num_runs = shrink(trace, fails)
+    if limit is not None and holds and not same_failure(again, runner.run_holds(schedule, holds)):
+        holds = None  # these only let it end later
     token, shown, ended = _told(runner, schedule, holds, limit, again, trace)
     known = [*shown.pending, *trace.pending, *trace.steps]
     assert ended.error is not None
@@ -187,6 +189,12 @@ def _with_uuids(runner: Runner, schedule: Schedule) -> Schedule:
     return replace(schedule, own_uuids=runner.has_own_uuids)
 
 
+def _as_told(runner: Runner, schedule: Schedule, outcome: Outcome) -> Schedule:
+    """Return a schedule that also says when it is endless, if a replay would not see it so."""
+    counts = outcome.kind == "endless" or len(outcome.order) >= MAX_STEPS
+    return replace(_with_uuids(runner, schedule), max_steps=runner.max_steps if counts else None)
+
+
 def checked_token(
     runner: Runner, schedule: Schedule, outcome: Outcome, limit: int | None = None
 ) -> str:
@@ -199,7 +207,7 @@ def checked_token(
         limit: Steps after which an endless one is cut.
     """
     with suppress(TokenTooLongError):
-        token = encode(_with_uuids(runner, schedule), runner.main)
+        token = encode(_as_told(runner, schedule, outcome), runner.main)
         if same_failure(outcome, runner.run(decode(token, runner.main), limit)):
             return token
     return ""
@@ -227,7 +235,7 @@ def token_of(
         other = replace(schedule, maker=maker_of("portfolio", at), seed=mix(0, at), choices=(),
                         holds=(), length=len(outcome.order))  # fmt: skip
         if same_failure(outcome, runner.run(other, limit)):
-            found = checked_token(runner, other, outcome, limit)
+            found = checked_token(runner, other, outcome)
             if found:
                 return found
     return ""

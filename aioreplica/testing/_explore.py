@@ -57,7 +57,7 @@ def explore(
         fidelity: "reorder" lets tasks interleave freely; "asyncio" keeps its real ready queue, so
             that only pools and timers vary; "adversarial" keeps no order at all.
         faults: What may go wrong in pools and devices.
-        max_steps: When to call a schedule endless; 100 000 steps if not given.
+        max_steps: When to call a schedule endless; 100 000 steps if not given. Its token knows it.
         leaks: Functions, or names of functions or tasks, that may be left; "ignore" for all.
 
     Returns:
@@ -266,7 +266,7 @@ def _run_one(runner: Runner, schedule: Schedule) -> tuple[Outcome, BaseException
     outcome = runner.run(schedule)
     if not outcome.has_failed or outcome.kind == "stuck":
         return outcome, outcome.error
-    limit = ENDLESS_STEPS if outcome.kind == "endless" else None
+    limit = min(ENDLESS_STEPS, len(outcome.order)) if outcome.kind == "endless" else None
     again, trace = runner.trace(schedule, limit)
     error = again.error
     if not same_end(outcome, again) and runner.freshen_uuids(is_on=True):

@@ -65,6 +65,7 @@ class Runner:
         ignored: What does not count as left behind, see `Leaks`.
 
     Attributes:
+        max_steps: When to call the program endless; None for the usual number.
         warnings: Sets that were given an order, in words.
     """
 
@@ -77,7 +78,7 @@ class Runner:
     ) -> None:
         self.main = main
         self._sandbox = sandbox
-        self._max_steps = max_steps
+        self.max_steps = max_steps
         self._leaks = Leaks(ignored)
         self._context = copy_context()
         self._plain_sets: tuple[PlainSet, ...] = ()
@@ -233,7 +234,7 @@ class Runner:
             schedule,
             self._context,
             observer=observer,
-            max_steps=max_steps or self._max_steps,
+            max_steps=max_steps or schedule.max_steps or self.max_steps,
             leaks=self._leaks,
         )
 

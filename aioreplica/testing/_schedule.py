@@ -61,6 +61,7 @@ class Schedule:
         holds: For `HELD`, the constraints.
         faults: What may go wrong, or None.
         own_uuids: Whether each run of it has uuids of its own; else the seed decides them.
+        max_steps: When to call a run of it endless; None for the usual number.
     """
 
     maker: int = FIFO
@@ -74,6 +75,7 @@ class Schedule:
     holds: tuple[Hold, ...] = ()
     faults: Faults | None = None
     own_uuids: bool = False
+    max_steps: int | None = None
 
     def chooser(self) -> Choose:
         """Return a fresh function that chooses."""

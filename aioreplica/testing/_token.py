@@ -26,6 +26,8 @@ SEED_BYTES: Final = SEED_BITS // 8
 OWN_UUIDS: Final = 0x80
 """Mark, in the first byte, that each run has uuids of its own; makers are below 32."""
 NO_FAULTS, FAULTS_INSIDE, FAULTS_ELSEWHERE = range(3)
+LIMITED: Final = 0x40
+"""Mark, in the byte before the faults, that a number of steps comes first."""
 
 
 class TokenTooLongError(Exception):
@@ -47,8 +49,9 @@ def _name(main: object) -> str:
 def encode(schedule: Schedule, main: Callable[..., object]) -> str:
     """Return the token of a schedule.
 
-    Faults end every kind of token, explicit decisions and constraints too. An option of 0 and a key
-    of length 0, which those do not have, mark that faults follow; without faults nothing is added.
+    Faults end every kind of token, explicit decisions and constraints too, and before them comes
+    after how many steps a run is endless. An option of 0 and a key of length 0, which those do not
+    have, mark that either follows; without both nothing is added.
 
     Raises:
         TokenTooLongError: If its decisions do not fit.
@@ -58,25 +61,28 @@ def encode(schedule: Schedule, main: Callable[..., object]) -> str:
     body += program_number(main).to_bytes(2)
     body += schedule.seed.to_bytes(SEED_BYTES)
     faults = schedule.faults if schedule.faults is not None and schedule.faults.entries else None
+    limit = b"" if schedule.max_steps is None else _varint(schedule.max_steps)
+    has_more = bool(faults or limit)
     if schedule.maker == CHOICES:
         previous = 0
         for decision, option in schedule.choices:
             body += _varint(decision - previous)
             body += _varint(option)
             previous = decision
-        body += bytes(2 if faults else 0)
+        body += bytes(2 if has_more else 0)
     elif schedule.maker == HELD:
         for hold in schedule.holds:
             for number in (*_hold_numbers(hold),):
                 body += _varint(number)
-        body += bytes(1 if faults else 0)
+        body += bytes(1 if has_more else 0)
     elif schedule.maker == CANCELLED:
         for number in (schedule.cancel_step, schedule.cancel_task, schedule.order):
             body += _varint(number)
     else:
         body += _varint(schedule.length)
-    if faults or schedule.maker < len(MAKERS):
-        body += _faults_bytes(faults, ROOM - CRC_BYTES - len(body))
+    if has_more or schedule.maker < len(MAKERS):
+        mark, *rest = _faults_bytes(faults, ROOM - CRC_BYTES - len(body) - len(limit))
+        body += bytes([mark | LIMITED if limit else mark, *limit, *rest])
     if len(body) + CRC_BYTES > ROOM:
         raise TokenTooLongError
     body += crc32(body).to_bytes(CRC_BYTES)
@@ -125,7 +131,10 @@ def _schedule_of(body: bytes, token: str, faults: Faults | None) -> Schedule:
         schedule = replace(schedule, holds=tuple(_holds(rest)))
     else:
         schedule = replace(schedule, length=_read(rest))
-    return replace(schedule, faults=_read_faults(rest, token, faults))
+    mark = next(rest, NO_FAULTS)
+    if mark & LIMITED:
+        schedule = replace(schedule, max_steps=_read(rest))
+    return replace(schedule, faults=_read_faults(mark & ~LIMITED, rest, token, faults))
 
 
 def is_token_of(token: str, main: Callable[..., object]) -> bool:
@@ -197,7 +206,7 @@ def _choices(rest: Iterator[int]) -> Iterator[tuple[int, int]]:
         decision += _read(rest, first)
         option = _read(rest)
         if not option:
-            return  # faults follow
+            return  # a limit or faults follow
         yield decision, option
 
 
@@ -210,7 +219,7 @@ def _hold_numbers(hold: Hold) -> tuple[int, ...]:
 def _holds(rest: Iterator[int]) -> Iterator[Hold]:
     for first in rest:
         if not first:
-            return  # faults follow
+            return  # a limit or faults follow
         key = tuple(_read(rest) for _ in range(_read(rest, first)))
         nth = _read(rest)
         until_key = tuple(_read(rest) for _ in range(_read(rest)))
@@ -254,8 +263,7 @@ def _fault_bytes(fault: Fault) -> bytes:
     return bytes(out)
 
 
-def _read_faults(rest: Iterator[int], token: str, given: Faults | None) -> Faults | None:
-    mark = next(rest, NO_FAULTS)
+def _read_faults(mark: int, rest: Iterator[int], token: str, given: Faults | None) -> Faults | None:
     if mark == NO_FAULTS:
         return given
     if mark == FAULTS_ELSEWHERE:

@@ -31,6 +31,10 @@ async def loses():
     if state["v"] != 2:
         raise ValueError(f"an update is lost: {state['v']}")
 
+async def takes_long():
+    for _ in range(3000):
+        await asyncio.sleep(0)
+
 async def leaves():
     asyncio.create_task(asyncio.sleep(10), name="left")
 
@@ -86,6 +90,17 @@ def test_a_failure_ends_with_1_and_its_token_replays(
 
     code, out, _ = explored(capsys, "explored_shop:loses", "--token", "ar1-nonsense")
     assert code == 2
+
+
+def test_the_token_of_an_endless_schedule_needs_no_other_argument(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _, out, _ = explored(capsys, "explored_shop:takes_long", "--max-steps=2000")
+    [token] = re.findall(r"^token\t(\S+)$", out, re.MULTILINE)
+
+    code, out, _ = explored(capsys, "explored_shop:takes_long", "--token", token)
+    assert code == 1
+    assert "StarvationError: The program has not ended after 2000 steps" in out
 
 
 def test_other_seeds_and_fidelities_are_used(capsys: pytest.CaptureFixture[str]) -> None:

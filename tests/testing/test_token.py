@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import aioreplica.testing as art
-from aioreplica.testing import Schedule
+from aioreplica.testing import Schedule, _explain
 from aioreplica.testing._schedule import CANCELLED, CHOICES, HELD, Hold
 from aioreplica.testing._strategies import FIFO, MAKERS
 from aioreplica.testing._token import TokenTooLongError, decode, encode
@@ -30,6 +30,10 @@ SCHEDULES = [
     Schedule(CHOICES, 7),
     Schedule(CANCELLED, 7, cancel_step=1234),
     Schedule(HELD, 7, holds=(Hold((2, 0), 1, (2, 1), 3),)),
+    Schedule(FIFO, 7, max_steps=2000),
+    Schedule(CHOICES, 7, choices=((0, 1),), max_steps=2000),
+    Schedule(CANCELLED, 7, cancel_step=1234, max_steps=2000),
+    Schedule(HELD, 7, holds=(Hold((2, 0), 1, (2, 1), 3),), max_steps=2000),
 ]
 FAULTS = art.Faults().fail_op("cpu:1", error=OSError, at=2)
 
@@ -124,6 +128,33 @@ def test_a_token_whose_text_does_not_fail_is_not_reported(monkeypatch: pytest.Mo
 def test_too_many_choices_do_not_fit() -> None:
     with pytest.raises(TokenTooLongError):
         encode(Schedule(CHOICES, choices=tuple((i, 1) for i in range(40))), never_run)
+
+
+async def takes_3000_steps() -> None:
+    await programs.step(3_000)
+
+
+@pytest.mark.parametrize("max_steps", [1_000, 2_900])
+def test_a_token_of_an_endless_schedule_knows_when_it_is_endless(max_steps: int) -> None:
+    report = art.explore(takes_3000_steps, max_steps=max_steps)
+    assert report.failure is not None
+
+    with pytest.raises(art.StarvationError):
+        art.replay(takes_3000_steps, report.failure.token)
+
+
+@pytest.mark.slow
+def test_constraints_that_only_let_an_endless_program_end_later_are_not_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    holds_nobody = Hold((9, 9), 0, (9, 9), 0)
+    monkeypatch.setattr(_explain, "shrink", lambda trace, fails: ((holds_nobody,), 1))
+    report = art.explore(programs.spin_on_lost_flag, schedules=600)
+
+    assert report.failure is not None
+    assert report.failure.constraints == ()
+    with pytest.raises(art.StarvationError):
+        art.replay(programs.spin_on_lost_flag, report.failure.token)
 
 
 @pytest.mark.parametrize("at", range(4, 20))
