@@ -196,7 +196,8 @@ class FaultCanceller:
             chance, awaits, delay, bits = (
                 mix(self._seed, i, place, what) / (1 << SEED_BITS) for what in range(4)
             )
-            if chance < CHANCE if fault.at is None else fault.at <= place:
+            at = fault.at
+            if chance < CHANCE if at is None else at <= place < at + fault.times:
                 num_awaits = int(-MEAN_AWAITS * math.log(1.0 - awaits))
                 num_steps = 0 if delay < 0.7 else int(2 ** (bits * MAX_DELAY_BITS))
                 plan = _Plan(task, i, num_awaits, num_steps, delay < LATE_CHANCE)

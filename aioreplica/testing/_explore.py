@@ -401,10 +401,13 @@ def _failed(
         third = runner.trace(schedule)[1]
         error = runner.nondeterminism(schedule, trace, third, (outcome, again))
     assert error is not None
-    before = uncancelled.steps[: schedule.cancel_step]
+    number, steps = schedule.cancel_step, uncancelled.steps
     who = uncancelled.tasks[schedule.cancel_task].who
-    at = next((step.reached for step in reversed(before) if step.who == who), "its start")
-    constraint = f"{who} is cancelled at {at}, after step {schedule.cancel_step} of the program"
+    at = ""
+    if number <= len(steps):  # else no trace says where it stood
+        before = reversed(steps[:number])
+        at = f" at {next((step.reached for step in before if step.who == who), 'its start')},"
+    constraint = f"{who} is cancelled{at} after step {number} of the program"
     failure = Failure(
         error,
         checked_token(runner, schedule, again),

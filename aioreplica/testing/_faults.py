@@ -89,7 +89,8 @@ class Faults:
 
     Every fault is a decision of the schedule: it strikes in some schedules and not in others, at
     an op or a task that the schedule picks, and strikes alike when the schedule is replayed. With
-    `at` it strikes in every schedule.
+    `at` it strikes in every schedule; a task at a moment that the schedule picks, unless it has
+    ended by then.
 
     Example:
         >>> Faults().fail_op("cpu:1").slow_device("cpu:0", factor=20)

@@ -258,7 +258,7 @@ class Trace:
     def _note_tasks(self, chosen: Participant) -> None:
         """Note what tasks there are since the last step, and whether one has ended."""
         tasks, known = self._loop.sim_tasks, self.tasks
-        if self.num_steps <= MAX_TRACE_STEPS and len(known) < tasks.num_made:
+        if len(known) < tasks.num_made:
             for number in range(len(known), tasks.num_made):
                 task = tasks.get(number)  # None if it has ended and is forgotten
                 who = "" if task is None else self.name_of(task)

@@ -9,6 +9,7 @@ import pytest
 import aioreplica as ar
 import aioreplica.testing as art
 from aioreplica.errors import DeviceError, WorkerLostError
+from aioreplica.testing import _trace
 from tests.testing.programs import step
 
 
@@ -244,6 +245,21 @@ def test_a_cancelled_task_strikes_at_each_of_its_awaits_and_within_its_budget(
     assert most == 2
 
 
+def test_only_the_task_that_was_named_by_its_number_is_cancelled() -> None:
+    struck: set[str] = set()
+
+    async def main() -> None:
+        tasks = [asyncio.create_task(step(4), name=f"worker-{number}") for number in range(4)]
+        await asyncio.wait(tasks)
+        struck.update(task.get_name() for task in tasks if task.cancelled())
+
+    art.explore(main, schedules=200, faults=art.Faults().cancel_task("worker-*", at=1)).check()
+    assert struck == {"worker-1"}
+    two = art.Faults().cancel_task("worker-*", at=1, times=2)
+    art.explore(main, schedules=200, faults=two).check()
+    assert struck == {"worker-1", "worker-2"}
+
+
 @pytest.mark.parametrize("orders", [1, 3])
 def test_any_task_is_cancelled_everywhere(orders: int) -> None:
     report = art.cancel_everywhere(forgets_to_give_back, task="request-*", orders=orders)
@@ -254,6 +270,28 @@ def test_any_task_is_cancelled_everywhere(orders: int) -> None:
     with pytest.raises(IndexError):
         art.replay(forgets_to_give_back, failure.token)
     assert art.cancel_everywhere(gives_back, task="*", orders=orders).complete
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_task_that_is_made_after_many_steps_is_cancelled_too(
+    is_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_trace, "MAX_TRACE_STEPS", 20)
+
+    async def main() -> None:
+        if is_early:
+            await asyncio.wait([asyncio.create_task(step(), name="request-early")])
+        await step(30)
+        await forgets_to_give_back()
+
+    failure = art.cancel_everywhere(main, task="request-*").failure
+
+    assert failure is not None
+    assert isinstance(failure.error, IndexError)
+    [constraint] = failure.constraints
+    assert constraint.startswith("task 'request-0' is cancelled after step ")
+    with pytest.raises(IndexError):
+        art.replay(main, failure.token)
 
 
 def test_cancelling_a_task_that_is_not_there_is_refused() -> None:
