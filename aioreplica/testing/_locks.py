@@ -76,6 +76,7 @@ class SimLock:
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Take the lock; time that is spent waiting is virtual."""
+        self._end_sleep()
         if not self._lock.acquire(False) and not (
             blocking and self._wait(None if timeout < 0 else timeout)
         ):
@@ -88,6 +89,7 @@ class SimLock:
 
     def release(self) -> None:
         """Give the lock back."""
+        self._end_sleep()
         self._lock.release()
         if self.waiters:
             for run in self.waiters:
@@ -96,6 +98,12 @@ class SimLock:
     def locked(self) -> bool:
         """Return True if the lock is held."""
         return self._lock.locked()
+
+    def _end_sleep(self) -> None:
+        """Let the time pass that the op has slept, before others see that it goes on."""
+        simulation = self._simulation
+        if simulation.pools.slept_s and simulation.is_here():
+            simulation.pools.catch_up()
 
     def _wait(self, timeout_s: float | None) -> bool:
         simulation = self._simulation
@@ -106,9 +114,6 @@ class SimLock:
             return _block_loop(simulation, self._lock, timeout_s)
         check_timeout(timeout_s)
         run = op.on_thread()
-        run.catch_up()
-        if self._lock.acquire(False):
-            return True
         if self.waiters is None:
             self.waiters = []
         self.waiters.append(run)

@@ -51,7 +51,7 @@ from ._participants import (
     fifo,
     name_of_task,
 )
-from ._streams import NetworkLoop
+from ._streams import Executors, NetworkLoop
 
 UNEXPLORED: Final = (
     "Tasks of the class {} were not explored: the program's task factory makes them, and they keep "
@@ -94,15 +94,6 @@ class Due(Protocol):
 
     def become_due(self, loop: SimLoop) -> None:
         """Go on: the moment has come."""
-
-
-class Executors(Protocol):
-    """Runner of the calls that a program gives to executors."""
-
-    def submit_call(
-        self, executor: Any, fn: Callable[..., Any], args: tuple[Any, ...]
-    ) -> asyncio.Future[Any]:
-        """Submit a call; return the future of its result."""
 
 
 class LoopObserver(Protocol):

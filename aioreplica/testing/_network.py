@@ -17,6 +17,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 from ._forbidden import refuse
+from ._pools import let_time_pass
 from ._ready import DELAYED, LoopSelector, Ready, SimSelector
 from ._sockets import (
     CLOSED,
@@ -116,8 +117,7 @@ class Network:
         """Let virtual time pass until `due`, if nothing else is left to do."""
         loop = self.loop
         if not loop.enabled and due > loop.now:
-            when = loop.next_when()
-            loop.now = due if when is None or when > due else max(when, loop.now)
+            let_time_pass(loop, due)
 
     def run_callback(self, handle: Any) -> None:
         """Run a plain callback; the steps that it makes possible follow the socket it is about."""

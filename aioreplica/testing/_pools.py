@@ -149,8 +149,7 @@ class PoolOp:
         pool = self.pool
         loop = pool.loop
         if not loop.enabled and self.due > loop.now:  # nothing else to do: time passes
-            when = loop.next_when()
-            loop.now = self.due if when is None or when > self.due else max(when, loop.now)
+            let_time_pass(loop, self.due)
             loop.early_until = loop.now + JITTER_S
         if self.state == STARTABLE:
             self._start(pool, loop)
@@ -238,10 +237,9 @@ class PoolOp:
     def _end(self) -> None:
         """Deliver what came of the call, once the time that it slept is over."""
         loop, table = self.pool.loop, self.pool.table
-        if table.slept_s and not table.is_given_up:
+        if table.slept_s and not (table.is_given_up or table.needs_threads):
             self.state = LATE
-            slept, table.slept_s = table.slept_s, 0.0
-            loop.call_when_due(loop.now + slept, self)
+            loop.call_when_due(loop.now + table.take_slept(), self)
         else:
             self.pool.ended()
             self.state = OVER
@@ -297,6 +295,14 @@ class PoolOp:
                 self.retract()
             run.thread.doom()
             self._go_on(run)
+
+
+def let_time_pass(loop: SimLoop, due: float) -> None:
+    """Move the clock on to `due`, or to the next timer if that comes before."""
+    when = loop.next_when()
+    loop.now = due if when is None or when > due else max(when, loop.now)
+    if loop.moved is not None:
+        loop.moved(loop.now)
 
 
 def called_by(fn: Any, args: tuple[object, ...]) -> object:
@@ -498,8 +504,22 @@ class PoolTable:
         """Let an op sleep: it is late by so much, or suspended if it sleeps very often."""
         self.slept_s += seconds
         self.num_sleeps += 1
+        if self.loop.moved is not None:
+            self.loop.moved(self.loop.now + self.slept_s)
         if self.num_sleeps > MAX_SLEEPS:
             op.on_thread().catch_up()
+
+    def catch_up(self) -> None:
+        """Let the time pass that the op has slept that runs: others see what it does next."""
+        if self.slept_s and self.current_op is not None and not self.is_given_up:
+            self.current_op.on_thread().catch_up()
+
+    def take_slept(self) -> float:
+        """Return for how long the op has slept that runs, and count that no longer."""
+        slept_s, self.slept_s = self.slept_s, 0.0
+        if slept_s and self.loop.moved is not None:
+            self.loop.moved(self.loop.now)
+        return slept_s
 
     @property
     def waiting(self) -> list[PoolOp]:

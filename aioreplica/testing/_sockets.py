@@ -429,6 +429,7 @@ class SimSocket(SocketSettings):
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     def _send(self, view: memoryview) -> int:
+        self.network.pools.catch_up()
         if self.state != CONNECTED:
             raise error_of(errno.ENOTCONN)
         if self.has_shut_down or self.reset_arrived:

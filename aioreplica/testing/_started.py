@@ -163,6 +163,7 @@ class ThreadSelector(SimSelector):
         for ready in self._reported:
             ready.rest()
         self._reported = []
+        self._simulation.pools.catch_up()
         if self._fired or self._is_woken or (timeout is not None and timeout <= 0):
             run.give_way()
         else:
@@ -218,8 +219,8 @@ class ThreadLoop(StreamLoop, ForbiddenIO, asyncio.SelectorEventLoop):
         return self._parent.new_index()
 
     def time(self) -> float:
-        """Return virtual time, in seconds."""
-        return self._parent.now
+        """Return virtual time, in seconds, with what a step of a task has slept."""
+        return self._parent.now + self._simulation.pools.slept_s
 
     def call_soon(
         self,
@@ -244,6 +245,16 @@ class ThreadLoop(StreamLoop, ForbiddenIO, asyncio.SelectorEventLoop):
             return super().call_at(when, callback, *args, context=context)
         loop: Any = self
         return asyncio.TimerHandle(when, callback, args, loop, context)
+
+    def call_soon_threadsafe(
+        self,
+        callback: Callable[..., object],
+        *args: object,
+        context: contextvars.Context | None = None,
+    ) -> Any:
+        """Register a callback for another thread, once the time has passed that it has slept."""
+        self._simulation.pools.catch_up()
+        return super().call_soon_threadsafe(callback, *args, context=context)
 
     def run_in_executor(self, executor: object, func: Callable[..., object], *args: object) -> Any:
         """Submit a call to the simulated twin of an executor."""

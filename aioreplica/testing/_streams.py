@@ -43,6 +43,18 @@ class Networks(Protocol):
         """Let go of all sockets."""
 
 
+class Executors(Protocol):
+    """Runner of the calls that a program gives to executors."""
+
+    def submit_call(
+        self, executor: Any, fn: Callable[..., Any], args: tuple[Any, ...]
+    ) -> asyncio.Future[Any]:
+        """Submit a call; return the future of its result."""
+
+    def catch_up(self) -> None:
+        """Let the time pass that the call has slept that runs."""
+
+
 class StreamLoop:
     """Methods of an event loop; for Unix sockets a path is a mere name."""
 
@@ -161,6 +173,7 @@ class NetworkLoop(StreamLoop):
     enabled: list[Any]
     external: list[Any]
     notes: dict[str, None]
+    executors: Executors | None
     call_soon: Callable[..., Any]
     _transports: WeakValueDictionary[int, Any]
 
@@ -179,6 +192,8 @@ class NetworkLoop(StreamLoop):
         """Register a callback, and note if a thread does that no schedule decides about."""
         if self.is_here is not None and not self.is_here():
             self.notes[REAL_THREAD.format(threading.current_thread().name)] = None
+        elif self.executors is not None:
+            self.executors.catch_up()
         return self.call_soon(callback, *args, context=context)
 
     def create_future(self) -> asyncio.Future[object]:

@@ -323,8 +323,7 @@ class OpRun:
 
     def catch_up(self) -> bool:
         """Let the time pass that the op has slept; False if it has not."""
-        table = self.op.pool.table
-        slept_s, table.slept_s = table.slept_s, 0.0
+        slept_s = self.op.pool.table.take_slept()
         if slept_s:
             self.wait(None, slept_s)
         return slept_s > 0

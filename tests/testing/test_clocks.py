@@ -36,6 +36,27 @@ def test_datetime_goes_by_virtual_time() -> None:
     assert before <= dt.datetime.now(dt.UTC) < before + dt.timedelta(hours=1)
 
 
+def test_datetime_goes_on_while_calls_take_time() -> None:
+    pytest.importorskip("time_machine")
+
+    def off() -> float:
+        return abs(dt.datetime.now(dt.UTC).timestamp() - time.time())
+
+    def off_after_a_nap() -> float:
+        vars(time)["sleep"](2)
+        return off()
+
+    async def worst() -> float:
+        found = list[float]()
+        for _ in range(10):
+            await asyncio.to_thread(int)
+            found.append(off())
+        found.append(await asyncio.to_thread(off_after_a_nap))
+        return max(*found, off())
+
+    assert art.run(worst) < 1e-3
+
+
 def test_a_schedule_by_the_clock_of_datetime_comes() -> None:
     pytest.importorskip("time_machine")
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Coroutine
 from types import ModuleType
 from typing import Any
 
@@ -123,6 +124,28 @@ async def network_between_loops() -> None:
 @pytest.mark.parametrize("fidelity", ["asyncio", "reorder"])
 def test_a_correct_program_passes_every_schedule(program: Any, fidelity: str) -> None:
     art.explore(program, schedules=40, fidelity=fidelity).check()
+
+
+def run_in_new_loop(program: Callable[[], Coroutine[Any, Any, float]]) -> float:
+    return asyncio.run(program())
+
+
+def test_a_blocking_sleep_in_the_loop_of_a_thread_takes_its_time() -> None:
+    async def inner() -> float:
+        start = time.monotonic()
+        vars(time)["sleep"](1)
+        await asyncio.sleep(0.5)
+        return time.monotonic() - start
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        call = asyncio.create_task(asyncio.to_thread(run_in_new_loop, inner))
+        while not call.done():
+            await asyncio.sleep(0.1)
+            assert time.monotonic() == loop.time(), "the clock of others runs ahead"
+        assert 1.499 <= await call <= 2.6
+
+    art.explore(main, schedules=50).check()
 
 
 def test_no_thread_is_left() -> None:

@@ -148,6 +148,27 @@ def test_timeouts_are_virtual() -> None:
     assert art.run(main) == [False, "empty", False, False, 3670.0]
 
 
+def test_what_follows_a_blocking_sleep_comes_after_it() -> None:
+    async def main() -> None:
+        event, loop = threading.Event(), asyncio.get_running_loop()
+        told, start = loop.create_future(), loop.time()
+
+        def produce() -> None:
+            pause()(5)
+            event.set()
+            pause()(5)
+            loop.call_soon_threadsafe(told.set_result, None)
+
+        producer = asyncio.create_task(asyncio.to_thread(produce))
+        assert not await asyncio.to_thread(event.wait, 2)
+        assert await asyncio.to_thread(event.wait, 6)
+        await told
+        assert loop.time() - start >= 10
+        await producer
+
+    art.explore(main, schedules=50).check()
+
+
 def test_an_event_in_time_ends_the_wait() -> None:
     async def main() -> tuple[bool, float]:
         event = threading.Event()
