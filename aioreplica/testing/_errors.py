@@ -156,3 +156,8 @@ class RealIOError(AioReplicaError, RuntimeError):
     def __init__(self, message: str, *, site: str = "") -> None:
         super().__init__(message)
         self.site = site
+
+
+@final
+class StuckStepError(SystemExit):
+    """Raised by the watchdog inside a step; like every `SystemExit` it leaves the loop at once."""

@@ -11,7 +11,7 @@ from contextvars import Context
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias, final
 
-from ._errors import LeakError, StarvationError
+from ._errors import LeakError, StarvationError, StuckStepError
 from ._leaks import Leaks, describe_task
 from ._loop import Budget, LoopObserver, SimLoop
 from ._participants import CALLBACKS, Choose, SimTask, fifo
@@ -19,7 +19,7 @@ from ._pools import PoolTable
 from ._sandbox import Sandbox
 from ._schedule import Schedule
 from ._threads import NeedsThreads
-from ._watchdog import StuckStepError, Watchdog
+from ._watchdog import Watchdog
 
 Main: TypeAlias = Callable[[], Coroutine[object, None, Any]]
 DRAIN_STEPS: Final = 5_000

@@ -23,7 +23,7 @@ from inspect import CO_COROUTINE
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final, final
 
-from ._errors import RealIOError
+from ._errors import RealIOError, StuckStepError
 from ._forbidden import wait_in_c
 from ._participants import JITTER_S, MAX_ENDED
 from ._threads import NeedsThreads, OpRun, OpThreads
@@ -96,7 +96,7 @@ class PoolOp:
         """Run the call and keep what comes of it."""
         try:
             outcome = context.run(self.fn, *self.args)
-        except (KeyboardInterrupt, SystemExit):
+        except (KeyboardInterrupt, StuckStepError):
             raise
         except BaseException as error:  # noqa: BLE001 - raised where the call is awaited
             self.fn, self.args = _FAILED, (error,)

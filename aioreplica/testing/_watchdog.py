@@ -15,6 +15,7 @@ from pathlib import PurePath
 from types import FrameType
 from typing import Final, final
 
+from ._errors import StuckStepError
 from ._forbidden import is_foreign
 from ._simulation import Simulation
 
@@ -26,11 +27,6 @@ SHOWN: Final = 8
 
 real_time = time.monotonic
 real_process_time = time.process_time
-
-
-@final
-class StuckStepError(SystemExit):
-    """Raised by the watchdog inside a step; like every `SystemExit` it leaves the loop at once."""
 
 
 @final

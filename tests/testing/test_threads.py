@@ -399,6 +399,23 @@ def test_an_interrupt_raised_in_an_op_leaves_the_loop() -> None:
         art.run(main)
 
 
+@pytest.mark.parametrize("has_waited", [False, True])
+def test_a_program_may_catch_what_would_end_it(has_waited: bool) -> None:
+    async def main() -> object:
+        def leave() -> None:
+            if has_waited:
+                threading.Event().wait(1)
+            raise SystemExit(3)
+
+        try:
+            await asyncio.to_thread(leave)
+        except SystemExit as error:
+            return error.code
+        return None
+
+    assert art.run(main) == 3
+
+
 # --- schedules --------------------------------------------------------------------------------
 
 
