@@ -14,7 +14,7 @@ import asyncio
 import copy
 import inspect
 import threading
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -158,7 +158,8 @@ def linearizable(history: History, model: Callable[[], object]) -> Sequence[Reco
 
     Raises:
         AssertionError: If there is no such order, with a picture of the calls that overlap.
-        TypeError: If `model` is not callable, or contains `yield`.
+        TypeError: If `model` is not callable, or contains `yield`; or if `==` of two results says
+            neither yes nor no, as of arrays.
         AttributeError: If the model has no method of a call's name.
 
     Example:
@@ -254,15 +255,15 @@ class OrderSearch:
 
     def _next(self, taken: int) -> Iterator[int]:
         """Yield the calls that may come next: none that has not come ended before they began."""
-        first_end = None
-        for number in range((~taken & (taken + 1)).bit_length() - 1, len(self.calls)):
+        first_end, first = None, (~taken & (taken + 1)).bit_length() - 1  # that is not taken
+        for number in range(first, len(self.calls)):
             call = self.calls[number]
             if first_end is not None and call.began > first_end:
                 break
             if call.is_known and not taken >> number & 1:
                 assert call.ended is not None
                 first_end = call.ended if first_end is None else min(first_end, call.ended)
-        for number in range(len(self.calls)):
+        for number in range(first, len(self.calls)):
             if first_end is not None and self.calls[number].began > first_end:
                 return
             if not taken >> number & 1:
@@ -328,7 +329,13 @@ class ModelAnswer:
             return self.error is None
         if call.error is not None or self.error is not None:
             return type(self.error) is type(call.error)
-        return bool(self.result is call.result or self.result == call.result)
+        try:
+            return bool(self.result is call.result or self.result == call.result)
+        except ValueError as error:  # NumPy's: the truth value of an array is ambiguous
+            raise TypeError(
+                f"Cannot tell whether {self.result!r}, which the model gives, is what {call!r} "
+                f"gave: {error}. Let both return what `==` compares as a whole, such as a list."
+            ) from error
 
     def story(self) -> str:
         """Return it in words."""
@@ -351,9 +358,11 @@ def frozen(value: Any, atoms: dict[int, Any]) -> Any:
         return "atom", id(value)
     if kind in (list, tuple, deque):
         return kind, tuple(frozen(each, atoms) for each in value)
-    if isinstance(value, dict):  # in its order, which may decide what comes next
-        pairs = value.items()
-        return kind, tuple((frozen(key, atoms), frozen(each, atoms)) for key, each in pairs)
+    if isinstance(value, dict) and (kind in DICTS or not has_hidden_state(kind)):
+        pairs = value.items()  # in their order, which may decide what comes next
+        items = tuple((frozen(key, atoms), frozen(each, atoms)) for key, each in pairs)
+        fields = getattr(value, "__dict__", None)
+        return kind, items, frozen(fields, atoms) if fields else None
     if kind in (set, frozenset):
         return kind, frozenset(frozen(each, atoms) for each in value)
     fields = getattr(value, "__dict__", None)
@@ -362,6 +371,8 @@ def frozen(value: Any, atoms: dict[int, Any]) -> Any:
     return kind, frozen(fields, atoms)
 
 
+DICTS: Final = (dict, OrderedDict, defaultdict)
+"""Classes of which items are all that there is, but for attributes."""
 HEAP_TYPE: Final = 1 << 9
 """Flag of a class that was made by a `class` statement."""
 
@@ -369,7 +380,9 @@ HEAP_TYPE: Final = 1 << 9
 def has_hidden_state(kind: type) -> bool:
     """Tell whether objects of a class hold more than their `__dict__`: slots, a base's items."""
     return any(
-        "__slots__" in vars(each) or not each.__flags__ & HEAP_TYPE for each in kind.__mro__[:-1]
+        vars(each).get("__slots__") or not each.__flags__ & HEAP_TYPE
+        for each in kind.__mro__[:-1]
+        if each not in DICTS
     )
 
 

@@ -2,10 +2,11 @@
 
 import asyncio
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from itertools import permutations
 from typing import Any
 
+import numpy as np
 import pytest
 
 import aioreplica.testing as art
@@ -66,6 +67,38 @@ class Cache:
 
     def get(self, key: str) -> int:
         return self.loaded.setdefault(key, len(self.loaded))
+
+
+class Log(dict[str, int]):
+    """Items say nothing of what a dictionary of a class of its own remembers besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def add(self, line: str) -> None:
+        self.lines.append(line)
+
+    def read(self) -> list[str]:
+        return list(self.lines)
+
+
+class SlottedLog(dict[str, int]):
+    __slots__ = ("lines",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    add, read = Log.add, Log.read
+
+
+class LogInOrder(OrderedDict[str, int]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    add, read = Log.add, Log.read
 
 
 def history_of(*calls: tuple[str, tuple[Any, ...], Any, int, int | None]) -> History:
@@ -199,6 +232,27 @@ def test_a_cache_that_loads_twice_is_found() -> None:
     twice = history_of(("get", ("a",), 0, 0, 2), ("get", ("a",), 1, 1, 3))
     with pytest.raises(AssertionError):
         linearizable(twice, Cache)
+
+
+@pytest.mark.parametrize("model", [Log, SlottedLog, LogInOrder])
+def test_a_dictionary_of_another_class_has_more_state_than_its_items(model: Any) -> None:
+    history = history_of(
+        ("add", ("a",), None, 0, 2), ("add", ("b",), None, 1, 3), ("read", (), ["b", "a"], 4, 5)
+    )
+
+    assert [call.args for call in linearizable(history, model)] == [("b",), ("a",), ()]
+
+
+class Snapshots:
+    def take(self) -> Any:
+        return np.arange(2)
+
+
+def test_results_that_cannot_be_compared_as_a_whole_are_refused() -> None:
+    history = history_of(("take", (), np.arange(2), 0, 1))
+
+    with pytest.raises(TypeError, match=r"Cannot tell whether array\(\[0, 1\]\).*such as a list"):
+        linearizable(history, Snapshots)
 
 
 def test_an_empty_history_is_linearizable() -> None:
