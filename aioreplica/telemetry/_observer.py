@@ -407,6 +407,7 @@ class Observers:
                     tell(*event)
                 except Exception:
                     self.remove(observer)
+                    _everywhere().drop(observer)
                     logging.getLogger("aioreplica.telemetry").warning(
                         "An observer failed when it was told of %s (%r). It is told no more.",
                         kind, tell, exc_info=True,
@@ -457,6 +458,11 @@ class _Everywhere:
             self._observers = [each for each in self._observers if each is not observer]
             for each in self._strategies:
                 each.remove(observer)
+
+    def drop(self, observer: Observer) -> None:
+        """Remove an observer that has failed; one of single strategies stays with the others."""
+        if any(each is observer for each in self._observers):
+            self.remove(observer)
 
 
 def _everywhere() -> _Everywhere:

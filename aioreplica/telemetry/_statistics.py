@@ -169,21 +169,20 @@ def skew_of(records: Sequence[MergeRecord], num_replicas: int) -> tuple[ReplicaS
 
 def straggler_text(skew: Sequence[ReplicaSkew], device_names: Sequence[str]) -> str:
     """Describe who holds up the others: a sentence, then a table of all replicas."""
-    num_merges = max((each.num_merges for each in skew), default=0)
-    if not num_merges:
+    if not any(each.num_merges for each in skew):
         return "No merge of several replicas is recorded."
-    worst = max(skew, key=lambda each: each.late_s)
+    worst = max(skew, key=lambda each: (each.late_s, each.num_merges))
     head = "  replica  device  last  late (ms)  waited (ms)"
     rows = [
         f"  {each.replica_id:<7}  {device:<6}  {each.num_last:>4}  {1e3 * each.late_s:>9.3f}  "
         f"{1e3 * each.waited_s:>11.3f}"
         for each, device in zip(skew, device_names, strict=True)
     ]
-    waited_ms = 1e3 * worst.late_s / num_merges
+    waited_ms = 1e3 * worst.late_s / worst.num_merges
     return (
         f"Replica {worst.replica_id} ({device_names[worst.replica_id]}) was late by "
-        f"{waited_ms:.3g} ms per merge, and last in {worst.num_last} of {num_merges}; most of it "
-        f"in {worst.site}.\n" + "\n".join([head, *rows])
+        f"{waited_ms:.3g} ms per merge, and last in {worst.num_last} of {worst.num_merges}; "
+        f"most of it in {worst.site}.\n" + "\n".join([head, *rows])
     )
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context
 from dataclasses import dataclass, field
+from math import isfinite
 from operator import attrgetter
 from typing import TypeAlias, final
 
@@ -327,12 +328,15 @@ class _Drawing:
 
     def event(self, event: Event) -> None:
         at_ns = self._ns(event.time_s)
-        if event.kind == "scalar" and not isinstance(event.value, str):
-            self.samples.append(Sample(event.name, at_ns, float(event.value or 0.0)))
+        value = event.value
+        if isinstance(value, float) and not isfinite(value):
+            value = str(value)  # JSON has no word for it, and a counter no place
+        if event.kind == "scalar" and not isinstance(value, str):
+            self.samples.append(Sample(event.name, at_ns, float(value or 0.0)))
             return
         args: dict[str, str | int | float] = {"step": event.step}
-        if event.value is not None:
-            args["value"] = event.value
+        if value is not None:
+            args["value"] = value
         name = f"{event.kind} {event.name}"
         self.instants.append(Instant(STEPS, name, event.kind, at_ns, args))
 
@@ -377,7 +381,7 @@ def chrome_json(timeline: Timeline) -> Iterator[bytes]:
     head = {"displayTimeUnit": "ms", "otherData": {"producer": "aioreplica"}, "traceEvents": []}
     yield json.dumps(head)[:-2].encode()
     for number, event in enumerate(_chrome_events(timeline, ids)):
-        yield ((",\n" if number else "\n") + json.dumps(event)).encode()
+        yield ((",\n" if number else "\n") + json.dumps(event, allow_nan=False)).encode()
     yield b"\n]}\n"
 
 

@@ -231,6 +231,33 @@ async def test_an_observer_that_fails_is_dropped_and_does_no_harm(
     assert pair.observers.write_published is None
 
 
+async def test_an_observer_that_fails_is_dropped_wherever_it_was_added(
+    one: ar.Strategy, pair: ar.MirroredStrategy, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_run: object) -> None:
+        raise ValueError("a bad observer")
+
+    async def step() -> None: ...
+
+    local, seen = Observer(run_ended=fail), list[object]()
+    pair.observers.add(local)
+    one.observers.add(local)
+    remove = observe_everywhere(Observer(run_began=fail))
+    stop = observe_everywhere(Observer(run_began=seen.append))
+    try:
+        with caplog.at_level(logging.WARNING, "aioreplica.telemetry"):
+            await pair.run(step)
+            async with ar.OneDeviceStrategy("cpu:0") as later:
+                await later.run(step)
+            assert len(caplog.records) == 2, "one for each observer"
+            await one.run(step)  # whose own observer has not failed yet
+            assert len(caplog.records) == 3
+        assert len(seen) == 3
+    finally:
+        remove()
+        stop()
+
+
 async def test_a_replica_begins_with_what_an_observer_sets_and_ends_with_its_error(
     pair: ar.MirroredStrategy,
 ) -> None:

@@ -63,6 +63,17 @@ async def test_the_straggler_is_named_with_its_place() -> None:
     )
 
 
+async def test_a_straggler_of_few_merges_is_measured_by_its_own() -> None:
+    often = [merge(number, (0.0, 0.0)) for number in range(30)]
+    late = [merge(100 + number, (0.0, 0.01), members=(0, 2)) for number in range(3)]
+
+    first, *_ = straggler_text(skew_of([*often, *late], 3), ("a", "b", "c")).splitlines()
+
+    assert first.startswith("Replica 2 (c) was late by 10 ms per merge, and last in 3 of 3;")
+    nobody = straggler_text(skew_of([merge(1, (0.0, 0.0), members=(1, 2))], 3), ("a", "b", "c"))
+    assert nobody.startswith("Replica 1 (b) was late by 0 ms per merge")
+
+
 async def test_a_wait_is_a_sentence() -> None:
     assert (
         ReplicaWait(3, 0, "cpu:0", "barrier #2", (1, 2), "a.py:7").describe()

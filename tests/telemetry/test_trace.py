@@ -214,6 +214,22 @@ async def test_the_file_holds_the_same_as_the_time_line(
     assert len(chrome.instants) == len(timeline.instants)
 
 
+async def test_numbers_that_json_does_not_have_are_marks(pair: ar.MirroredStrategy) -> None:
+    async def step() -> None:
+        for value in (0.5, float("nan"), float("inf"), float("-inf")):
+            me().record("loss", value)
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    text = b"".join(chrome_json((await traced(pair, step)).timeline()))
+    events = json.loads(text, parse_constant=refuse)["traceEvents"]
+
+    assert {event["args"]["value"] for event in events if event["ph"] == "C"} == {0.5}
+    marks = [event["args"]["value"] for event in events if event["name"] == "scalar loss"]
+    assert set(marks) == {"nan", "inf", "-inf"}
+
+
 async def test_chrome_events_obey_the_schema(pair: ar.MirroredStrategy) -> None:
     text = b"".join(chrome_json((await busy_trace(pair)).timeline())).decode()
     events = json.loads(text)["traceEvents"]
