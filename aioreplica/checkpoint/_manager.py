@@ -31,7 +31,7 @@ from ._description import StepDescription, description_of
 from ._fsspec import storage_of
 from ._lane import Pace, Stop, run_all
 from ._parts import read_entry
-from ._preemption import run_and_save
+from ._preemption import require_whole, run_and_save
 from ._reading import (
     find_steps,
     look_at,
@@ -42,7 +42,7 @@ from ._reading import (
 )
 from ._restoring import Restored, restore_step
 from ._retry import RetriedStorage, as_retry, new_stop
-from ._state import Cut, require_outside_steps
+from ._state import Cut, read_state, require_outside_steps
 from ._statistics import CheckpointStatistics, Counters
 from ._storage import LocalStorage, Storage
 from ._writer import Saving, Writer
@@ -199,7 +199,8 @@ class CheckpointManager:
         Args:
             work: What trains, such as `train(strategy, state)`.
             state: What to save.
-            step: Called when the state is read, gives the number to save it as.
+            step: Called when the state is read, gives the number to save it as. Called before the
+                work begins, too, to check the number; it may raise then, if there is none yet.
             grace_s: How long the step under way may take to end, in seconds; and `work`, once it is
                 cancelled. Then ops that hang are left behind on their threads and their strategies
                 are closed, `work` is cancelled once more, and a second later left behind.
@@ -210,9 +211,11 @@ class CheckpointManager:
             What `work` returns.
 
         Raises:
-            TypeError: If `step` is not a plain function; `grace_s` has to be a number from 0.
+            TypeError: If `step` is not a plain function, or gives no int; `grace_s` has to be a
+                number from 0.
             ContextError: If called in a step, or another call waits for SIGTERM already.
-            CheckpointError: If the state could not be saved; names the ops that hang.
+            CheckpointError: If the state could not be saved; names the ops that hang. At the call,
+                if other workers have parts of it.
             SystemExit: After SIGTERM, once the state is saved.
             Exception: What `work` raises; nothing is saved then, also if it was being stopped.
 
@@ -221,15 +224,22 @@ class CheckpointManager:
             `asyncio.run` is a cancellation: the state is saved, then KeyboardInterrupt raised.
             What goes wrong with the save is raised instead.
         """
-        require_outside_steps("CheckpointManager.save_on_cancel")
-        _require_step_function(step)
-        write = self._write_in_turn if is_first(workers_of_state(state)) else write_nothing
-        return await run_and_save(work, state, step, write, grace_s, on_sigterm=exit_on_sigterm)
+        try:
+            require_outside_steps("CheckpointManager.save_on_cancel")
+            number = _checked_function(step)
+            # Of slots, which come with the first step, it is found out at the stop.
+            entries = read_state(state).entries.items()
+            require_whole({key: entry for key, entry in entries if entry.owner is None})
+            write = self._write_in_turn if is_first(workers_of_state(state)) else write_nothing
+        except BaseException:  # nothing has begun
+            work.close()
+            raise
+        return await run_and_save(work, state, number, write, grace_s, on_sigterm=exit_on_sigterm)
 
     async def _write_in_turn(self, step: int, cut: Cut) -> None:
         with self._saves.waited_for(self):
             async with self._saves.turn:
-                await self._write(_checked_step(step), cut)
+                await self._write(step, cut)
 
     async def wait(self) -> None:
         """Wait for the save in the background, if there is one.
@@ -542,11 +552,17 @@ def waited_for(manager: CheckpointManager) -> AbstractContextManager[None]:
     return manager._saves.waited_for(manager)
 
 
-def _require_step_function(step: object) -> None:
-    """Check what gives the number of a step: found out later, nothing could be saved."""
+def _checked_function(step: Callable[[], int]) -> Callable[[], int]:
+    """Return what gives the checked number of a step: found out later, nothing could be saved."""
     if not callable(step) or is_async(step):
         raise TypeError(f"save_on_cancel needs a plain function as step, got {step!r}.")
     require_no_yield(step, "save_on_cancel", "Return the number of the step.")
+    try:
+        number = step()
+    except Exception:  # noqa: BLE001 - there may be none before the work has begun
+        number = 0
+    _checked_step(number)
+    return lambda: _checked_step(step())
 
 
 def _checked_step(step: Any) -> int:

@@ -15,7 +15,7 @@ from ..context import REGISTRY
 from ..devices import OwnedTask, wait_until_done
 from ..errors import CheckpointNotCommittedError, ContextError
 from ..replica import ReplicaGroup, running_ops
-from ..values import DividedVariable, StepGate, between_steps
+from ..values import DividedVariable, StepGate, Variable, between_steps, workers_of
 from ._state import Cut, Entry, look_at_home, read_state
 
 T = TypeVar("T")
@@ -174,12 +174,20 @@ def require_whole(entries: Mapping[str, Entry]) -> None:
         CheckpointNotCommittedError: If there is some.
     """
     for key, entry in entries.items():
-        if isinstance(entry.thing, DividedVariable) and len(entry.thing.division.ranges) > 1:
-            raise CheckpointNotCommittedError(
-                f"Nothing was saved: {key!r} is divided among workers, which are told to stop at "
-                "different steps, and none has the whole. Save with `await manager.save(...)` at "
-                "a step that all workers agree on. What was saved before is unchanged."
-            )
+        thing = entry.thing
+        if not isinstance(thing, Variable) or thing.is_mirrored:
+            continue
+        if isinstance(thing, DividedVariable):
+            held = "is divided among workers"
+        elif (workers := workers_of(thing)) is not None and workers.num_workers > 1:
+            held = "has a value of its own for each replica (on_read) of all workers"
+        else:
+            continue
+        raise CheckpointNotCommittedError(
+            f"Nothing was saved: {key!r} {held}, which are told to stop at different steps, and "
+            "none has the whole. Save with `await manager.save(...)` at a step that all workers "
+            "agree on. What was saved before is unchanged."
+        )
 
 
 async def _ended_in(training: OwnedTask[Any], seconds: float) -> bool:

@@ -496,6 +496,24 @@ async def test_an_invalid_grace_is_refused_before_the_work_begins(
     assert begun == []
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("number", [1.5, None, "7", -1])
+async def test_a_wrong_number_is_refused_before_the_work_begins(
+    number: Any, tmp_path: Path, pair: ar.Strategy
+) -> None:
+    """It was found out at the stop, when nothing else could be saved."""
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises((TypeError, ValueError), match="step must be"):
+        await manager.save_on_cancel(for_ever(), {"x": 1}, lambda: number)
+
+    async def step() -> None:
+        await manager.save_on_cancel(for_ever(), {"x": 1}, lambda: 1)
+
+    with pytest.raises(ContextError, match="would wait for itself"):
+        await pair.run(step)
+    gc.collect()  # work that was never awaited would be warned of
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="asks for a signal handler")
 def test_sigterm_outside_the_main_thread_is_refused_before_the_work_begins(tmp_path: Path) -> None:
     begun, errors = [], []

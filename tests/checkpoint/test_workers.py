@@ -206,6 +206,49 @@ async def test_loops_go_on_from_a_checkpoint_with_another_division(tmp_path: Pat
     assert await on_workers(3, 1, resume) == [expected] * 3
 
 
+@pytest.mark.parametrize("is_metric", [False, True])
+async def test_state_that_all_workers_have_parts_of_is_refused_before_the_work_begins(
+    tmp_path: Path, is_metric: bool
+) -> None:
+    """Worker 0 saved what it had itself, and a restore took that for the whole."""
+
+    async def program(strategy: ar.Strategy) -> None:
+        made = await make(strategy)
+        with strategy.scope():
+            part = ar.metrics.Mean() if is_metric else made["state"]["total"]
+        state = {"w": made["state"]["w"], "part": part}
+        async with ar.CheckpointManager(tmp_path) as manager:
+            with pytest.raises(CheckpointNotCommittedError, match=r"'part.* \(on_read\) of all w"):
+                await manager.save_on_cancel(strategy.run(made["step"]), state, lambda: 1)
+        assert state["w"].value.tolist() == [0.0, 0.0]
+
+    await on_workers(2, 1, program)
+    assert ar.CheckpointManager(tmp_path).steps() == ()
+
+
+async def test_a_single_worker_that_is_told_to_stop_saves_all_it_has(tmp_path: Path) -> None:
+    async def program(strategy: ar.Strategy) -> Any:
+        made, has_trained = await make(strategy), asyncio.Event()
+
+        async def train() -> None:
+            await strategy.run(made["step"])
+            has_trained.set()
+            await asyncio.Event().wait()
+
+        async with ar.CheckpointManager(tmp_path) as manager:
+            saving = manager.save_on_cancel(train(), made["state"], lambda: 1)
+            task = asyncio.create_task(saving)
+            await has_trained.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await strategy.run(made["step"])
+            assert await manager.restore(made["state"]) == 1
+        return await total_of(strategy, made)
+
+    assert await on_workers(1, 2, program) == [3]
+
+
 async def test_a_save_beside_a_loop_has_all_of_it(tmp_path: Path) -> None:
     hold = Hold(2)
 

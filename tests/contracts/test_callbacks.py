@@ -198,7 +198,7 @@ async def used_resource(coordinator: ar.ClusterCoordinator, fn: Any) -> None:
 
 
 async def saved(fn: Any) -> None:
-    """The number is asked for when the state is saved, so a wrapper is found out then."""
+    """The number is asked for before the work begins, so a wrapper is found out then."""
     with TemporaryDirectory() as folder:
         work = asyncio.Event().wait()
         async with CheckpointManager(folder) as manager:
