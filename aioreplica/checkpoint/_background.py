@@ -30,6 +30,7 @@ class Background:
         self.failure: Exception | None = None
         self._storage = storage
         self._task: OwnedTask[None] | None = None
+        self._unbegun: int | None = None  # the step of the task, until that has begun
         self._pace: Pace | None = None  # of the task
         self._waiting: set[object] = set()  # a mark for each call that waits; of one loop
 
@@ -42,6 +43,8 @@ class Background:
         Raises:
             LoopMismatchError: If its event loop is another one, and not closed; names the owner.
         """
+        if self._unbegun is not None:
+            self._end_unbegun()
         if self._task is not None and not self._task.is_done:
             loop = self._task.task.get_loop()
             if not loop.is_closed():
@@ -68,20 +71,33 @@ class Background:
         if pace is not None and self._waiting:
             pace.hurry()
         self._pace = pace
+        self._unbegun = step
         self._task = OwnedTask(self._write(write, step, pace), f"checkpoint {step}")
+        self._task.when_done(lambda _error: self._end_unbegun())
+
+    def _end_unbegun(self) -> None:
+        """End the save for a task that was cancelled before it had begun, and could not do it."""
+        step, task = self._unbegun, self._task
+        if step is not None and task is not None and task.is_done:
+            self._unbegun, self.failure = None, self._cancelled_error(step)
+            self.turn.release()
+
+    def _cancelled_error(self, step: int) -> CheckpointNotCommittedError:
+        return CheckpointNotCommittedError(
+            f"Step {step} was not saved in {self._storage}: its task was cancelled."
+        )
 
     async def _write(
         self, write: Callable[[], Awaitable[None]], step: int, pace: Pace | None
     ) -> None:
         turn = self.turn  # another one, once the loop was closed
+        self._unbegun = None
         try:
             if pace is not None:
                 pace.take_lane()
             await write()
         except asyncio.CancelledError:
-            self.failure = CheckpointNotCommittedError(
-                f"Step {step} was not saved in {self._storage}: its task was cancelled."
-            )
+            self.failure = self._cancelled_error(step)
             raise
         except Exception as error:  # noqa: BLE001 - raised at the next await of the manager
             self.failure = error
@@ -100,14 +116,14 @@ class Background:
         while self._task is not None and not self._task.is_done:
             await self._task.done_or_cancelled()
 
-    async def end(self, owner: object) -> None:
-        """Wait for it, and go on with it when cancelled; see `waited_for`."""
-        with self.waited_for(owner):
-            if self._task is not None:
-                await self._task.ended(through_interrupt=True)
+    async def end(self) -> None:
+        """Wait for it, and go on with it when cancelled; for a block of `waited_for`."""
+        if self._task is not None:
+            await self._task.ended(through_interrupt=True)
 
     def raise_failure(self) -> None:
         """Raise what went wrong in the background, once."""
+        self._end_unbegun()
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure

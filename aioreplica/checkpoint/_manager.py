@@ -509,15 +509,17 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: What went wrong with the save.
+            LoopMismatchError: If a save goes on in another event loop, which keeps the directory.
 
         Cancellation:
             Raised again once the save has ended.
         """
-        try:
-            await self._saves.end(self)
-        finally:
-            self._writer.close()
-            self._saves.raise_failure()  # of more weight than a cancellation
+        with self._saves.waited_for(self):  # on another loop its save goes on, with its lock
+            try:
+                await self._saves.end()
+            finally:
+                self._writer.close()
+                self._saves.raise_failure()  # of more weight than a cancellation
 
     __del__ = _warn_of_failure
 

@@ -17,6 +17,7 @@ import aioreplica as ar
 from aioreplica.checkpoint import EXIT_CODE, CheckpointManager, LocalStorage
 from aioreplica.devices import lane_table
 from aioreplica.errors import (
+    CheckpointError,
     CheckpointNotCommittedError,
     CheckpointUncertainError,
     ContextError,
@@ -224,6 +225,44 @@ def test_a_save_in_the_background_that_nobody_waits_for_is_warned_of_if_it_fails
     assert CheckpointManager(tmp_path).steps() == ()
 
 
+def test_an_exit_right_behind_a_save_in_the_background_is_warned_of(tmp_path: Path) -> None:
+    """Its task is cancelled before it has begun, so it could not say so itself."""
+
+    async def main() -> None:
+        await CheckpointManager(tmp_path).save(1, {"x": 1}, wait=False)
+        sys.exit(EXIT_CODE)
+
+    def run() -> None:
+        with pytest.raises(SystemExit):
+            asyncio.run(main())
+        gc.collect()
+
+    with pytest.warns(RuntimeWarning, match="Step 1 was not saved .* leave `async with manager`"):
+        run()
+    assert CheckpointManager(tmp_path).steps() == ()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("call", ["wait", "save", "restore", "aclose"])
+async def test_a_save_that_is_cancelled_before_it_has_begun_is_an_error_once(
+    call: str, tmp_path: Path
+) -> None:
+    manager = CheckpointManager(tmp_path)
+    calls: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
+        "save": lambda: manager.save(2, {"x": 2}),
+        "restore": lambda: manager.restore({"x": 2}),
+    }
+    await manager.save(1, {"x": 1}, wait=False)
+    [saving] = [each for each in asyncio.all_tasks() if each.get_name() == "checkpoint 1"]
+    saving.cancel()
+    with pytest.raises(CheckpointNotCommittedError, match=r"Step 1 was not saved .* cancelled"):
+        await calls.get(call, getattr(manager, call))()
+    assert not manager.statistics().is_saving
+    await manager.save(3, {"x": 3}, wait=False)
+    await manager.aclose()
+    assert manager.steps() == (3,)
+
+
 # --- other loops ---------------------------------------------------------------------------------
 
 
@@ -293,6 +332,31 @@ async def test_a_save_from_another_loop_than_that_of_the_one_in_the_background_i
         thread = threading.Thread(target=save_elsewhere)
         thread.start()
         thread.join()  # the loop stands still, and the save with it
+    assert manager.steps() == (1,)
+
+
+@pytest.mark.asyncio
+async def test_closing_on_another_loop_leaves_the_directory_to_the_save(tmp_path: Path) -> None:
+    """Another manager could take it, and removed what looked like the rest of an ended save."""
+
+    def close_elsewhere() -> None:
+        with pytest.raises(LoopMismatchError):
+            asyncio.run(manager.aclose())
+        with pytest.raises(CheckpointError, match="is in use"):
+            asyncio.run(CheckpointManager(tmp_path).save(2, {"x": 2}))
+
+    def hold() -> None:
+        is_writing.set()
+        assert may_end.wait(30)
+
+    is_writing, may_end = threading.Event(), threading.Event()
+    async with CheckpointManager(LocalStorage(tmp_path, calls=FirstSync(hold))) as manager:
+        await manager.save(1, {"x": 1}, wait=False)
+        assert await asyncio.to_thread(is_writing.wait, 30)
+        try:
+            await asyncio.to_thread(close_elsewhere)
+        finally:
+            may_end.set()
     assert manager.steps() == (1,)
 
 
