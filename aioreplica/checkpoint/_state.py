@@ -39,6 +39,10 @@ NUMBERS = frozenset({int, float, bool, type(None)})
 TEXTS = frozenset({str, bytes})
 PLAIN = NUMBERS | TEXTS
 _NAMES = frozenset({str, int})
+_IN_A_TUPLE = (
+    "{!r} in the state is {!r} in a tuple, where a restore could not put another value. Use a list "
+    "or dict."
+)
 
 
 @runtime_checkable
@@ -235,14 +239,14 @@ def _walk(found: State, key: str, node: object, container: object, index: object
         found.add(Entry(key, node))
     elif key and is_plain(node):
         if container is None and not isinstance(node, (list, dict)):
-            raise TypeError(
-                f"{key!r} in the state is {node!r} in a tuple, where a restore could not put "
-                "another value. Use a list or dict."
-            )
+            raise TypeError(_IN_A_TUPLE.format(key, node))
         if type(node) not in PLAIN:  # a container, which may hold something else one day
             found.opened.append((node, _look_at_plain))
         found.add(Entry(key, node, container, index))
     elif isinstance(node, (np.ndarray, np.generic, np.random.Generator)):
+        is_written = isinstance(node, np.random.Generator) or node.flags.writeable
+        if container is None and not is_written:
+            raise TypeError(_IN_A_TUPLE.format(key, node))
         found.add(Entry(key, node, container, index))
     elif isinstance(node, Mapping):
         found.opened.append((node, _look_at_mapping))
