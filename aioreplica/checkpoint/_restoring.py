@@ -13,7 +13,7 @@ import numpy as np
 
 from ..collectives import SLOT_BYTES, no_data
 from ..errors import CheckpointError, ContextError
-from ..input import Stateful
+from ..input import DistributedDataset, Stateful
 from ..tree import Array, Tree, decode
 from ..typing import VariableAggregation
 from ..values import DividedVariable, Division, Variable, between_steps, workers_of
@@ -174,6 +174,8 @@ class Plan:
         deferred: Keys of the checkpoint for parts that are not made yet, with their owners.
         divisions: Divisions among workers of what is deferred, of which each takes its part.
         forgotten: Parts that were not made yet when the state was saved.
+        kept: Parts of objects, by key, that stay as they are: those of what the checkpoint does
+            not have.
         missing: As in `Restored`.
         unclaimed: As in `Restored`.
     """
@@ -182,6 +184,7 @@ class Plan:
     deferred: dict[str, Variable | None] = field(default_factory=dict)
     divisions: dict[str, Division] = field(default_factory=dict)
     forgotten: list[Entry] = field(default_factory=list)
+    kept: dict[str, Entry] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unclaimed: list[str] = field(default_factory=list)
 
@@ -235,16 +238,18 @@ def make_plan(
     plan, problems, starts = Plan(), [], tuple(f"{key}/" for key in added)
     objects = {record.object for record in manifest.entries.values()}
     owners = state.owners()
+    plan.kept = _kept(state, manifest, objects) if partial else {}
     for key, entry in state.entries.items():
         record = manifest.entries.get(key)
-        if record is None:
-            if entry.owner is not None and entry.object in objects:
-                plan.forgotten.append(entry)
-            elif entry.composite is None or isinstance(entry.thing, Variable):
-                plan.missing.append(key)
-            continue
-        problems += _problems(entry, record)
-        plan.direct.append(entry)
+        if record is not None:
+            problems += _problems(entry, record)
+            plan.direct.append(entry)
+        elif key in plan.kept:
+            plan.missing.append(key)
+        elif entry.owner is not None and entry.object in objects:
+            plan.forgotten.append(entry)
+        elif entry.composite is None or isinstance(entry.thing, Variable):
+            plan.missing.append(key)
     for key, record in manifest.entries.items():
         if key in state.entries:
             continue
@@ -275,6 +280,27 @@ def make_plan(
             "was changed; restore(state, partial=True) takes what matches."
         )
     return plan
+
+
+def _kept(state: State, manifest: Manifest, objects: Collection[str]) -> dict[str, Entry]:
+    """Return the parts of objects that a partial restore leaves alone.
+
+    A part that is not in a checkpoint was not made yet when that was saved, unless its variable is
+    not there either; or its object, of which one with parts of no variable always leaves some: an
+    optimizer counts its updates, while an accumulator without sums leaves nothing.
+    """
+    owners = state.owners()
+    whole = {each.object for each in state.entries.values() if each.owner is None} - {*objects}
+    return {
+        key: each
+        for key, each in state.entries.items()
+        if key not in manifest.entries
+        and isinstance(each.composite, Deferring)
+        and (
+            each.object in whole
+            or (each.owner_key in owners and each.owner_key not in manifest.entries)
+        )
+    }
 
 
 def _listed(found: Sequence[str]) -> str:
@@ -393,11 +419,7 @@ def apply_plan(
         record = manifest.entries[key]
         own_parts = deferred.setdefault(id(state.composites[record.object]), {})
         own_parts[owner, record.part] = value_of(key, record, arrays[key])
-    with ExitStack() as undo:
-        for entry in plan.direct:
-            if entry.key in values and entry.composite is None:
-                _put(entry, values[entry.key], undo.callback)
-        undo.pop_all()
+    _put_all([each for each in plan.direct if each.key in values], values)
     for own in changes.values():
         for variable in own:
             if isinstance(variable, DividedVariable):
@@ -407,6 +429,10 @@ def apply_plan(
         if entry.key in values and entry.composite is not None:
             parts = deferred.setdefault(id(entry.composite), {})
             parts[entry.owner, entry.part] = values[entry.key]
+    for entry in plan.kept.values():  # what is made keeps itself
+        if not isinstance(entry.thing, Variable):
+            parts = deferred.setdefault(id(entry.composite), {})
+            parts[entry.owner, entry.part] = entry.thing
     for entry in plan.forgotten:
         if isinstance(entry.composite, Deferring) and entry.owner is not None:
             entry.composite.forget_entries(entry.owner)
@@ -430,6 +456,21 @@ def value_of(key: str, record: EntryRecord, saved: Sequence[Array]) -> object:
         except Exception as error:
             raise DamagedError(f"{key!r} is not plain data: {error!r}") from error
     return aggregated(record, saved) if record.kind == "variable" else np.array(saved[0])
+
+
+def _put_all(entries: Sequence[Entry], values: Mapping[str, Tree]) -> None:
+    """Replace values, all or none.
+
+    A dataset ends its open loop, which is not undone: so it is asked first and comes last.
+    """
+    for each in entries:
+        if isinstance(each.thing, DistributedDataset):
+            each.thing._place_of(values[each.key])
+    with ExitStack() as undo:
+        for each in sorted(entries, key=lambda each: isinstance(each.thing, DistributedDataset)):
+            if each.composite is None:
+                _put(each, values[each.key], undo.callback)
+        undo.pop_all()
 
 
 def _put(entry: Entry, value: Tree, undo: Callable[..., object]) -> None:

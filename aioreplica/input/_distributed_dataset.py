@@ -257,10 +257,7 @@ class DistributedDataset:
             TypeError: If it is not a dict.
             ContextError: If the dataset is closed.
         """
-        if self._is_closed:
-            raise self._closed_error()
-        fingerprints, label = self._known_fingerprints(), self._source.label
-        place = _unpack_state(state, self._num_pipelines, fingerprints, self._worker, label)
+        place = self._place_of(state)
         self._source.check_start(place)
         self._settle()
         self._placed = self._own_iterator = None
@@ -268,6 +265,13 @@ class DistributedDataset:
             self._open_loops.discard(self._newest)
             self._newest.leave(f"{self._newest.name} was ended because a state was loaded.")
         self._place = self._next_start = place
+
+    def _place_of(self, state: object) -> Start:
+        """Return the place that a state names; raises as `load_state_dict`."""
+        if self._is_closed:
+            raise self._closed_error()
+        fingerprints, label = self._known_fingerprints(), self._source.label
+        return _unpack_state(state, self._num_pipelines, fingerprints, self._worker, label)
 
     def _settle(self) -> None:
         """Let a device loop say which of the batches it has read belong to complete steps."""
