@@ -331,6 +331,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: If there is none, all are damaged, the newest cannot be read, or it
                 does not fit the state. Then nothing has changed.
+            MergeMismatchError: If workers find different steps. Then nothing has changed.
             TypeError: If something in the state cannot be restored.
             ContextError: If called in a step.
 

@@ -114,10 +114,11 @@ async def _restore_from(
     added: Collection[str] = ()
     if isinstance(state, DescribedState) and state.adapt is not None:
         manifest, added = state.adapt(manifest)
-    plan = make_plan(read_state(state), manifest, partial=is_partial, added=added)
+    found = read_state(state)
+    plan = make_plan(found, manifest, partial=is_partial, added=added)
     ranges = plan.ranges()
     read = bound(read_tensors, storage, manifest, plan.keys, ranges)
-    arrays = await (read_parts(plan, manifest.step, read) if ranges else read())
+    arrays = await read_together(found, manifest.step, read)
     async with between_steps(read_state(state).gates):
         now = read_state(state)
         # Steps may have made slots meanwhile.
@@ -135,22 +136,21 @@ async def _restore_from(
     return plan
 
 
-async def read_parts(
-    plan: Plan, step: int, read: Callable[[], Awaitable[dict[str, list[Array]]]]
+async def read_together(
+    state: State, step: int, read: Callable[[], Awaitable[dict[str, list[Array]]]]
 ) -> dict[str, list[Array]]:
     """Read what this worker needs; damage that one worker finds is damage for all of them.
 
     Raises:
         DamagedError: As `read_tensors`, on all workers.
+        MergeMismatchError: If they read different steps.
         WorkerLostError: If another worker cannot read.
     """
-    things = [e.thing for e in plan.direct if isinstance(e.thing, DividedVariable)]
-    owners = (owner for key, owner in plan.deferred.items() if key in plan.divisions)
-    workers = next(workers_of(each) for each in (*things, *owners) if each is not None)
+    workers = next(filter(None, map(workers_of, state.variables.values())), None)
     if workers is None:
         return await read()
     arrays: dict[str, list[Array]] = {}
-    async with workers.operation("CheckpointManager.restore", f"parts of step {step}") as turn:
+    async with workers.operation("CheckpointManager.restore", f"reading step {step}") as turn:
         damage = ""
         try:
             arrays = await read()

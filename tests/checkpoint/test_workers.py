@@ -108,6 +108,52 @@ async def test_workers_that_save_or_restore_different_steps_raise(tmp_path: Path
     await asyncio.sleep(0)
 
 
+async def restored_apart(
+    folder: Path, *steps: tuple[int, ...], damaged: str = ""
+) -> list[tuple[str, list[float]]]:
+    """Restore on workers with a folder each; return what each raises, and then holds.
+
+    Args:
+        folder: Where these are made.
+        steps: What each one has.
+        damaged: A folder of a step in which a byte is changed.
+    """
+    for rank, own in enumerate(steps):
+        for step in own:
+            v = ar.Variable(np.full(2, float(step)))
+            await ar.CheckpointManager(folder / str(rank)).save(step, {"v": v})
+    if damaged:
+        [path] = folder.glob(f"{damaged}/data-*")
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+
+    async def program(strategy: ar.MultiWorkerMirroredStrategy) -> tuple[str, list[float]]:
+        with strategy.scope():
+            v = ar.Variable(np.zeros(2))
+        workers = strategy._runtime.workers
+        assert workers is not None
+        try:
+            await ar.CheckpointManager(folder / str(workers.rank)).restore({"v": v})
+        except MergeMismatchError as error:
+            return error.reason, v.value.tolist()
+        return "", v.value.tolist()
+
+    return await on_workers(len(steps), 1, program)
+
+
+async def test_workers_that_find_different_steps_change_nothing(tmp_path: Path) -> None:
+    for raised, held in await restored_apart(tmp_path, (1, 2), (1,)):
+        assert "disagree in CheckpointManager.restore" in raised
+        assert held == [0.0, 0.0]
+
+
+async def test_a_step_that_is_damaged_for_one_worker_is_so_for_all(tmp_path: Path) -> None:
+    with pytest.warns(RuntimeWarning, match="Restored step 1 .* as worker 1 has found"):
+        found = await restored_apart(tmp_path, (1, 2), (1, 2), damaged="1/step-0000000002")
+    assert found == [("", [1.0, 1.0])] * 2
+
+
 async def test_the_newest_savepoint_is_put_back_on_every_worker() -> None:
     """Its arrays come from the worker that has done most steps; the others have older ones."""
 
