@@ -227,6 +227,8 @@ class LocalStorage:
     def lock(self) -> Any:
         """Lock a file in the folder, for as long as the process lives at most.
 
+        Where the file system has no locks, nothing is locked.
+
         Raises:
             CheckpointError: If another manager has it, of this process or another one.
         """
@@ -237,6 +239,10 @@ class LocalStorage:
                 f"{self._directory} is in use: a checkpoint manager of {error.strerror} saves "
                 "there. Close it, or give each one a directory of its own."
             ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return _NoLock()
 
     def __str__(self) -> str:
         return str(self._directory)
@@ -262,8 +268,20 @@ class LocalStorage:
 
 
 _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_NO_LOCKS = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK}
+"""What `flock` says on Lustre, NFS and FUSE that are mounted without it."""
 _DONTNEED = getattr(os, "POSIX_FADV_DONTNEED", 0)
 """Linux begins to write pages that it would drop, and drops only those that are written."""
+
+
+@final
+class _NoLock:
+    """Stands for a lock where there is none: a second writer is seen by its claims."""
+
+    is_exclusive = False
+
+    def close(self) -> None:
+        pass
 
 
 @final

@@ -1,6 +1,7 @@
 """Locks on files: one holder, and what a fork does with them."""
 
 import asyncio
+import errno
 import os
 import subprocess
 import sys
@@ -143,6 +144,34 @@ async def test_without_a_lock_that_keeps_others_out_nothing_is_removed(
     async with CheckpointManager(tmp_path) as manager:
         await manager.save(4, {"x": 1})
     assert left.exists()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["ENOSYS", "EOPNOTSUPP", "ENOLCK"])
+async def test_where_the_file_system_has_no_locks_it_saves_all_the_same(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(_fd: int, _flags: int) -> None:
+        raise OSError(getattr(errno, name), "no locks here")
+
+    monkeypatch.setattr(pytest.importorskip("fcntl"), "flock", flock)
+    left = leave_behind(tmp_path, 3)
+    async with CheckpointManager(tmp_path) as manager:
+        await manager.save(4, {"x": 1})
+        assert manager.steps() == (4,)
+    assert left.exists()  # it may be that of another writer
+
+
+@pytest.mark.asyncio
+async def test_a_lock_that_cannot_be_taken_for_another_reason_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(_fd: int, _flags: int) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(pytest.importorskip("fcntl"), "flock", flock)
+    with pytest.raises(CheckpointError, match="broken"):
+        await CheckpointManager(tmp_path).save(4, {"x": 1})
 
 
 @pytest.mark.asyncio
