@@ -483,9 +483,9 @@ class CheckpointManager:
             CheckpointError: If there is no such step, or its manifest is damaged or cannot be read.
         """
         number = _checked_step(step)
-        if number not in find_steps(self._storage):
-            raise no_step_error(self._storage, number)
         found = with_sizes(self._storage, look_at(self._storage, number))
+        if not found.is_saved:
+            raise no_step_error(self._storage, number)
         if found.manifest is None:
             raise CheckpointError(f"Step {number} in {self._storage} is damaged: {found.damage}.")
         return description_of(found.manifest, found.damage)

@@ -445,6 +445,26 @@ async def test_bad_arguments(tmp_path: Path, pair: ar.Strategy) -> None:
         await pair.run(step)
 
 
+async def test_a_step_is_described_without_looking_at_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[str] = []
+    names_in = LocalStorage.list
+
+    def watched(storage: LocalStorage, folder: str) -> list[str]:
+        listed.append(folder)
+        return names_in(storage, folder)
+
+    async with ar.CheckpointManager(tmp_path, max_to_keep=None) as manager:
+        for step in range(5):
+            await manager.save(step, {"step": step})
+        monkeypatch.setattr(LocalStorage, "list", watched)
+        assert [manager.describe(step).step for step in range(5)] == [*range(5)]
+        assert listed == []
+        with pytest.raises(CheckpointError, match=r"no step 7 .* It has 0, 1, 2, 3, 4"):
+            manager.describe(7)
+
+
 # --- retention, replacement, the background ---------------------------------------------------
 
 
