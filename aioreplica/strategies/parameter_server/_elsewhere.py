@@ -100,9 +100,10 @@ class Elsewhere:
     async def send_out(self, variables: Iterable[Variable], composites: Iterable[object]) -> None:
         """Give the servers what a checkpoint has put into variables and optimizers.
 
-        Lost servers are made anew first.
+        Servers are started if there are slots for them; lost ones are made anew.
         """
-        if not self._servers.is_started and not self._servers.missing:
+        slots = self._restored_slots(composites := [*composites])
+        if not (self._servers.is_started or self._servers.missing or slots):
             return  # what is restored is placed at the start
         restored = [
             v
@@ -122,8 +123,7 @@ class Elsewhere:
                 spec = variable.spec
                 for i, part in split_value(spec, variable._cell.components[0]):
                     values[spec.shards[i].server][spec.variable_id, i] = part
-            optimizers = _optimizers_among(restored, composites := [*composites])
-            slots = self._restored_slots(composites)
+            optimizers = _optimizers_among(restored, composites)
             await self._servers.place([*anew, *self._servers.pending.values()])
             epoch, oldest = self._servers.epoch, self._servers.oldest
             calls = {

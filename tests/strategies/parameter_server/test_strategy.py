@@ -219,6 +219,39 @@ async def test_restoring_a_variable_alone_leaves_its_slots(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+async def test_a_checkpoint_restored_before_the_servers_start_has_the_slots(
+    name: str, tmp_path: Path
+) -> None:
+    rows = [np.array([i % 6, (i * 5) % 6]) for i in range(6)]
+
+    async def train(coordinator: Any, state: dict[str, Any]) -> Any:
+        for each in rows:
+            await coordinator.schedule(descend_by_rows, (state["w"], state["optimizer"], each))
+        await coordinator.join()
+        return await state["w"].read()
+
+    def new_state(strategy: Any) -> dict[str, Any]:
+        with strategy.scope():
+            return {"w": ar.Variable(np.zeros((6, 2)), name="w"), "optimizer": OPTIMIZERS[name]()}
+
+    async with ar.CheckpointManager(tmp_path) as manager:
+        async with opened(1, num_ps=2) as (strategy, coordinator):
+            state = new_state(strategy)
+            await train(coordinator, state)
+            await manager.save(1, state)
+            expected = await train(coordinator, state)
+        async with ar.ParameterServerStrategy(LocalClosureEngine(1), num_ps=2) as strategy:
+            state = new_state(strategy)
+            await manager.restore(state)
+            await manager.save(2, state)  # before the optimizer is on the servers
+            async with ar.ClusterCoordinator(strategy) as coordinator:
+                np.testing.assert_array_equal(await train(coordinator, state), expected)
+                await manager.restore(state, step=2)
+                np.testing.assert_array_equal(await train(coordinator, state), expected)
+
+
+@pytest.mark.asyncio
 async def test_what_is_saved_on_cancel_is_on_the_servers(tmp_path: Path) -> None:
     rows = [np.array([0, 1]), np.array([1, 2]), np.array([0, 2])]
     async with opened(1, num_ps=2) as (strategy, coordinator):
