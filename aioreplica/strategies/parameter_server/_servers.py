@@ -170,9 +170,8 @@ class Servers:
             await self.call(server, "learn", number, recipe, version)
 
     async def _new_copy(self, server: int, apart_from: Sequence[StateHandle]) -> StateHandle:
-        return await self.engine.create_state(
-            self.strategy_id, CopiedServer, (True, server), server, apart_from=apart_from
-        )
+        args, create = (True, server, self._max_staleness), self.engine.create_state
+        return await create(self.strategy_id, CopiedServer, args, server, apart_from=apart_from)
 
     async def place(self, variables: Iterable[ServedVariable]) -> None:
         batch = [*variables]

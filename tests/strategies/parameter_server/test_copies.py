@@ -30,6 +30,7 @@ from aioreplica.strategies.parameter_server._messages import (
     Write,
 )
 from aioreplica.strategies.parameter_server._server import TERM
+from tests.parameter_server.coordinating import Gate
 from tests.strategies.parameter_server.test_strategy import OPTIMIZERS
 
 W: Key = (1, 0)
@@ -399,6 +400,31 @@ async def test_a_server_is_lost_in_the_middle_of_a_closure(place: int, stop_befo
         assert [int(await each.read()) for each in counters] == [24, 24]
         assert strategy.lost_variables == ()
         assert coordinator.statistics().num_failed == 0
+
+
+def read_and_push(w: Any, optimizer: Any, gate: Gate | None = None) -> None:
+    np.asarray(w.value)
+    if gate is not None:
+        gate.pass_through()
+    optimizer.apply_gradients([(-np.ones(2), w)])
+
+
+@pytest.mark.asyncio
+async def test_a_copy_drops_the_gradients_that_its_server_drops_as_too_old() -> None:
+    async with opened(2, num_ps=2, max_staleness=0) as (strategy, coordinator):
+        with strategy.scope():
+            w, optimizer = ar.Variable(np.zeros(2)), ar.optimizers.SGD(1.0)
+        for turn in range(3):  # with the server, with its copy, and with the copy of that
+            gate = Gate()
+            late = await coordinator.schedule(read_and_push, (w, optimizer, gate))
+            await gate.reached()
+            await (await coordinator.schedule(read_and_push, (w, optimizer))).fetch()
+            gate.open()
+            await late.fetch()
+            await lose(strategy, turn % 2)
+            assert (await w.read()).tolist() == [turn + 1.0] * 2
+        await coordinator.join()
+        assert coordinator.statistics().pushes_stale == 3
 
 
 @pytest.mark.asyncio
