@@ -58,6 +58,7 @@ class Closure:
         timeout_s: How long it may take, in seconds; None sets no limit.
         worker_index: Index of the worker that it is sent to.
         has_copies: Whether the servers have copies, which have to know what it has changed.
+        num_made: How many servers were made so far, which tells values of before apart.
     """
 
     strategy_id: str
@@ -69,6 +70,7 @@ class Closure:
     timeout_s: float | None
     worker_index: int = 0
     has_copies: bool = False
+    num_made: int = 0
 
     def run(self, worker: ClosureWorker) -> Packed:
         """Call the function in this thread, an async one on an event loop of its own."""

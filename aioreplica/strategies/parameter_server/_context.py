@@ -111,7 +111,7 @@ class ClosureContext:
         Of a whole value come the shards that are newer than what was pulled on this worker before.
         """
         kept: _Pulled = self.worker.once(self.closure.strategy_id, "values", _Pulled)
-        known = kept.of_epoch(self._stamp.epoch)
+        known = kept.of((self._stamp.epoch, self.closure.num_made))
         held: dict[Key, tuple[int, Any]] = {}  # other closures may change what is known
         requests: dict[int, list[Pull]] = {}
         for variable, indices in (*((each, None) for each in wholes), *rows):
@@ -435,16 +435,20 @@ class _PulledRows(NamedTuple):
 
 @final
 class _Pulled:
-    """Newest values that closures of a worker have pulled; a restore makes them worthless."""
+    """Newest values that closures of a worker have pulled.
+
+    A restore makes them worthless, and so does a server made anew, whose versions begin anew.
+    """
 
     def __init__(self) -> None:
-        self._epoch = -1
+        self._when = -1, -1
         self._values: dict[Key, tuple[int, Array]] = {}
 
-    def of_epoch(self, epoch: int) -> dict[Key, tuple[int, Array]]:
-        if epoch > self._epoch:
-            self._epoch, self._values = epoch, {}
-        return self._values if epoch == self._epoch else {}
+    def of(self, when: tuple[int, int]) -> dict[Key, tuple[int, Array]]:
+        """Return them for a closure, with the numbers of restores and of servers that it knows."""
+        if when > self._when:
+            self._when, self._values = when, {}
+        return self._values if when == self._when else {}
 
 
 def variable_at_home(number: int) -> Any:

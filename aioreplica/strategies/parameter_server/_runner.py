@@ -183,6 +183,7 @@ class ClosureRunner:
             closure.timeout_s,
             self.queue.index_of(closure.worker or ""),
             servers.copies is not None,
+            servers.num_made,
         )
 
     # ---- ends ----------------------------------------------------------------------------

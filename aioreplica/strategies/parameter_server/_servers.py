@@ -58,6 +58,7 @@ class Servers:
         require_open: Checks that the strategy is not closed, whose use would begin another cluster.
         strategy_id: Tells the strategy from others, on workers.
         epoch: Counts how often a checkpoint was restored.
+        num_made: How many servers were made so far; versions on a new one begin anew.
         oldest: The oldest closure that is not over, as the servers were told last.
         birth: How often the server was made anew that keeps the leases of iterators.
         is_started: Whether the servers were made.
@@ -79,7 +80,7 @@ class Servers:
     ) -> None:  # fmt: skip
         self.engine = engine
         self.strategy_id = uuid4().hex
-        self.epoch = self.oldest = self.birth = 0
+        self.epoch = self.oldest = self.birth = self.num_made = 0
         self.num_servers = num_servers
         self._max_staleness = max_staleness
         self._handles: dict[int, StateHandle] = {}
@@ -159,6 +160,7 @@ class Servers:
             await self._create(server)
 
     async def _create(self, server: int) -> None:
+        self.num_made += 1
         create, owner = self.engine.create_state, self.strategy_id
         args = (server, self._max_staleness, self.epoch, self.oldest, self.birth)
         if self.copies is None:

@@ -11,7 +11,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.autodiff import embedding_lookup, embedding_lookup_sparse
-from aioreplica.errors import ContextError
+from aioreplica.errors import ContextError, WorkerLostError
 from aioreplica.strategies.parameter_server import _server
 from tests.parameter_server.coordinating import Gate
 
@@ -268,3 +268,30 @@ async def test_what_the_worker_has_is_not_pulled(messages: Counter[str]) -> None
         own = coordinator.create_per_worker_variable(np.array([4.0]))
         assert await (await coordinator.schedule(pull_own, (own, tables[0]))).fetch() == 5.0
         assert messages == {"pull": 1}
+
+
+def total(w: Any) -> float:
+    return float(np.sum(w.value))
+
+
+def add_one(w: Any) -> None:
+    w.assign_add(np.ones(w.shape))
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("num_pushes", [0, 1])
+async def test_a_variable_that_was_lost_and_assigned_is_pulled_anew(num_pushes: int) -> None:
+    """Its versions begin anew, and come to those of values that the worker has kept."""
+    async with opened() as (strategy, coordinator):
+        with strategy.scope():
+            w = ar.Variable(np.zeros(8), name="w")
+        for _ in range(num_pushes):
+            await coordinator.schedule(add_one, (w,))
+        assert await (await coordinator.schedule(total, (w,))).fetch() == 8.0 * num_pushes
+        strategy.engine.lose_server(0)
+        with pytest.raises(WorkerLostError):
+            await w.read()
+        await w.assign(np.full(8, 10.0))
+        for _ in range(num_pushes):
+            await coordinator.schedule(add_one, (w,))
+        assert await (await coordinator.schedule(total, (w,))).fetch() == 80.0 + 8.0 * num_pushes
