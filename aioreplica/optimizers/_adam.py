@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, Unpack, final
+from functools import partial
+from typing import Any, TypeAlias, Unpack, final
 
 import numpy as np
 
@@ -212,6 +213,14 @@ class AdamW(AdamRule):
         self._decay = checked_number("weight_decay", weight_decay, ">= 0", lambda value: value >= 0)
         self._decays = _checked_mask(weight_decay_mask)
 
+    def attributes_of_rule(self, variables: Sequence[Variable]) -> Mapping[str, Any]:
+        """Return what the rule keeps in the object, with the names of what decays as the mask."""
+        kept = super().attributes_of_rule(variables)
+        if self._decays is _is_any:
+            return kept
+        names = [each.name for each in variables if each.trainable and self._decays(each)]
+        return {**kept, "_decays": partial(_is_named, tuple(names))}
+
     def kept(self, prepared: AdamStep, block: Block) -> float:
         """Return the weights that remain after decay."""
         if block.variable is not None and not self._decays(block.variable):
@@ -221,7 +230,7 @@ class AdamW(AdamRule):
 
 def _checked_mask(mask: object) -> Callable[[Variable], bool]:
     if mask is None:
-        return lambda variable: True
+        return _is_any
     if callable(mask):
         return lambda variable: bool(mask(variable))
     if isinstance(mask, Variable) or not isinstance(mask, Collection):
@@ -236,3 +245,11 @@ def _checked_mask(mask: object) -> Callable[[Variable], bool]:
             )
     chosen = frozenset(mask)
     return lambda variable: variable in chosen
+
+
+def _is_any(variable: Variable) -> bool:
+    return True
+
+
+def _is_named(names: Collection[str], variable: Variable) -> bool:
+    return variable.name in names

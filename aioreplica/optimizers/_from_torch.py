@@ -305,7 +305,7 @@ class _FromTorch(JointOptimizer):
         self._rule = rule
         self._schedule = schedule
 
-    def attributes_of_rule(self) -> Mapping[str, object]:
+    def attributes_of_rule(self, variables: Sequence[Variable]) -> Mapping[str, object]:
         """Return torch's class and its options, and the scheduler."""
         return {"_rule": self._rule, "_schedule": self._schedule}
 

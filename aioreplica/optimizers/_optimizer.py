@@ -521,7 +521,7 @@ def recipe_of(optimizer: Optimizer, variables: Sequence[Variable]) -> OptimizerR
     known = {} if of is None else {variable.name: of(variable) for variable in variables}
     options["multiplier_of"] = partial(_multiplier_by_name, known) if known else None
     return OptimizerRecipe(
-        type(optimizer), optimizer.attributes_of_rule(), options, settings.slots.names
+        type(optimizer), optimizer.attributes_of_rule(variables), options, settings.slots.names
     )
 
 

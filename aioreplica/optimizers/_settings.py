@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypedDict, final
 
@@ -214,8 +214,12 @@ class UpdateRule(ABC):
     def slot_names(self) -> tuple[str, ...]:
         """Names of the slots that every updated variable has."""
 
-    def attributes_of_rule(self) -> Mapping[str, Any]:
-        """Return what the rule keeps in the object, to make another one elsewhere."""
+    def attributes_of_rule(self, variables: Sequence[Variable]) -> Mapping[str, Any]:
+        """Return what the rule keeps in the object, to make another one elsewhere.
+
+        Args:
+            variables: Those that it may update. Others stand for them there, with the same names.
+        """
         return {name: value for name, value in vars(self).items() if name != "_settings"}
 
     @abstractmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -324,3 +326,32 @@ async def test_norms_are_those_of_whole_variables_and_of_all_of_them(way: str) -
         expected = gradients - gradients * min(1.0, 6.0 / norm)
         for variable in (first, second):
             np.testing.assert_allclose(await variable.read(), expected, rtol=1e-6)  # type: ignore[attr-defined]
+
+
+# ---- masks ---------------------------------------------------------------------------------------
+
+MASKS: dict[str, Callable[[Any, Any], Any]] = {
+    "list": lambda kernel, _: [kernel],
+    "same": lambda kernel, _: lambda variable: variable is kernel,
+    "name": lambda *_: lambda variable: variable.name.startswith("kernel"),
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+async def test_a_mask_of_weight_decay_knows_the_variables_on_servers(kind: str) -> None:
+    def made(scope: Any) -> tuple[Any, Any, Any]:
+        with scope:
+            kernel, bias = ar.Variable(START, name="kernel"), ar.Variable(START, name="bias")
+            mask = MASKS[kind](kernel, bias)
+            return kernel, bias, ar.optimizers.AdamW(0.1, weight_decay=0.5, weight_decay_mask=mask)
+
+    kernel, bias, theirs = made(nullcontext())
+    for _ in range(3):
+        await theirs.apply_gradients([(kernel.value, kernel), (bias.value, bias)])
+    assert not np.array_equal(kernel.value, bias.value)
+    partitioner = ar.FixedShardsPartitioner(2)
+    async with coordinating(variable_partitioner=partitioner) as (strategy, coordinator):
+        first, second, ours = made(strategy.scope())
+        await one_by_one(coordinator, two_steps, [(first, second, ours)] * 3)
+        np.testing.assert_allclose(await first.read(), kernel.value, rtol=1e-6)
+        np.testing.assert_allclose(await second.read(), bias.value, rtol=1e-6)
