@@ -21,6 +21,7 @@ from ._apply_gradients import (
     gradient_bytes,
     gradients_text,
     optimizer_text,
+    push_elsewhere,
     take_step_across,
 )
 from ._checks import replica_on_device, require_cross_replica_context, require_owner, written
@@ -240,7 +241,8 @@ class GradientAccumulator:
         """Apply what all replicas have added since the last time, and start anew.
 
         A collective in replica context; in cross-replica context it does the same, which suits the
-        last window of an epoch. A replica that has added nothing contributes nothing.
+        last window of an epoch. A replica that has added nothing contributes nothing. In a closure
+        it pushes the sums.
 
         Args:
             global_step: As for `apply_gradients`.
@@ -350,10 +352,12 @@ class GradientAccumulator:
                 await take_step_across(turn, strategy.reducer, optimizer, *of_all, global_step)
         else:
             variables, columns = self.columns(global_step)
-            merged = merge_gradients(variables, columns, is_mean=optimizer.settings.is_mean)
-            pending = take_step(optimizer, merged, reducer, global_step)
-            if pending is not None:
-                await pending
+            pairs = [(column[0], each) for each, column in zip(variables, columns, strict=True)]
+            if push_elsewhere(optimizer, pairs, global_step) is None:
+                merged = merge_gradients(variables, columns, is_mean=optimizer.settings.is_mean)
+                pending = take_step(optimizer, merged, reducer, global_step)
+                if pending is not None:
+                    await pending
         self.discard()
 
     def text(self) -> str:

@@ -11,7 +11,8 @@ from typing import TypeAlias, final
 import numpy as np
 
 from ..collectives import Job
-from ..context import PLACE
+from ..context import CLOSURE, PLACE
+from ..errors import ContextError
 from ..replica import CallSite, Once, RunningReplica, SyncGroup
 from ..tree import Array, DType
 from ..values import DividedVariable, Variable, is_floating
@@ -47,7 +48,8 @@ class ExponentialMovingAverage:
         TypeError: If `var_list` holds something else than floating-point variables, or the decay
             is not a number.
         ValueError: If there are no variables, or the decay is not in [0, 1).
-        ContextError: If made inside a replica, or the variables belong to another strategy.
+        ContextError: If made inside a replica, the variables belong to another strategy, or they
+            live on parameter servers.
 
     Example:
         >>> import asyncio
@@ -77,6 +79,14 @@ class ExponentialMovingAverage:
         for variable in var_list:
             if not isinstance(variable, Variable) or not is_floating(variable.dtype):
                 raise TypeError(f"Averages are of floating-point variables, got {variable!r}.")
+        closure = CLOSURE.get()
+        for variable in var_list:
+            if closure is not None and closure.takes([(None, variable)]):
+                raise ContextError(
+                    f"An average of {variable.name!r} cannot be made in a closure, as its value "
+                    "lives on parameter servers. Make a variable for the average in the scope of "
+                    "the strategy, and assign it in the closure."
+                )
         strategy = PLACE.get().strategy
         require_owner(var_list, strategy or var_list[0].store.owner)
         owner = var_list[0].store.owner

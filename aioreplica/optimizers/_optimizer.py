@@ -28,6 +28,7 @@ from ._apply_gradients import (
     contribution_of,
     differentiate,
     minimize,
+    push_elsewhere,
     require_loss,
     require_replica,
 )
@@ -264,7 +265,7 @@ class Optimizer(UpdateRule):
     ) -> None:
         """Do what `apply_gradients` does, in cross-replica context.
 
-        For merge functions of your own, and for gradients that `strategy.run` returned.
+        For merge functions of your own, gradients that `strategy.run` returned, and closures.
 
         Args:
             grads_and_vars: `(gradient, variable)` pairs. The parts of a PerReplica are summed, and
@@ -302,10 +303,12 @@ class Optimizer(UpdateRule):
         require_cross_replica_context(
             "distributed_apply", "Use `await optimizer.apply_gradients(grads_and_vars)` there."
         )
-        columns, variables = merged_pairs(pairs := list(grads_and_vars))
-        strategy = variables[0].store.owner
+        pairs = list(grads_and_vars)
+        if push_elsewhere(self, pairs, global_step) is not None:
+            return
+        columns, variables = merged_pairs(pairs)
+        reducer, strategy = None, variables[0].store.owner
         require_owner(written(variables, global_step), PLACE.get().strategy or strategy)
-        reducer = None
         if strategy is not None:
             strategy.open()
             reducer = strategy.reducer

@@ -12,6 +12,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.optimizers.schedules import LinearWarmup, ReduceOnPlateau
+from aioreplica.errors import ContextError
 from aioreplica.strategies.parameter_server._messages import Judgement, NewShard, Pull, Stamp
 from aioreplica.strategies.parameter_server._server import ParameterServer
 from tests.parameter_server.coordinating import coordinating
@@ -355,3 +356,73 @@ async def test_a_mask_of_weight_decay_knows_the_variables_on_servers(kind: str) 
         await one_by_one(coordinator, two_steps, [(first, second, ours)] * 3)
         np.testing.assert_allclose(await first.read(), kernel.value, rtol=1e-6)
         np.testing.assert_allclose(await second.read(), bias.value, rtol=1e-6)
+
+
+# ---- sums of gradients ---------------------------------------------------------------------------
+
+
+async def window_of(w: Any, optimizer: Any, parts: Any, step: Any) -> int:
+    window = ar.GradientAccumulator(optimizer)
+    for part in parts:
+        await window.add([(part, w)])
+    await window.apply(step)
+    return window.num_added
+
+
+async def applied(w: Any, optimizer: Any, parts: Any, step: Any) -> int:
+    total = sum(parts[1:], parts[0])
+    await optimizer.distributed_apply([(total, w)], step)
+    return 0
+
+
+@pytest.mark.parametrize("fn", [window_of, applied])
+async def test_sums_of_a_closure_are_pushed_as_one_update(fn: Any) -> None:
+    parts = [START, 2 * START, -0.5 * START]
+    async with coordinating() as (strategy, coordinator):
+        with strategy.scope():
+            w, step = ar.Variable(START), ar.Variable(0, name="step")
+            sgd = ar.optimizers.SGD(0.5, momentum=0.9)
+        found = await one_by_one(coordinator, fn, [(w, sgd, parts, step)])
+        assert found == [0]
+        np.testing.assert_allclose(await w.read(), START - 0.5 * 2.5 * START, rtol=1e-6)  # type: ignore[attr-defined]
+        assert int(await sgd.iterations.read()) == int(await step.read()) == 1  # type: ignore[attr-defined]
+
+
+async def weighted_window(w: Any, optimizer: Any) -> None:
+    window = ar.GradientAccumulator(optimizer)
+    await window.add([(ar.Weighted(START, 1.0), w)])
+    await window.add([(ar.Weighted(3.0 * START, 3.0), w)])
+    await window.apply()
+
+
+async def window_of_rows(w: Any, optimizer: Any) -> None:
+    window = ar.GradientAccumulator(optimizer)
+    for row in (1, 1):
+        await window.add([(ar.IndexedSlices(np.ones((1, 2), np.float32), [row], w.shape), w)])
+    await window.apply()
+
+
+async def test_windows_of_weights_and_of_rows_are_pushed() -> None:
+    async with coordinating(variable_partitioner=ar.FixedShardsPartitioner(2)) as (
+        strategy,
+        coordinator,
+    ):
+        with strategy.scope():
+            w, sgd = ar.Variable(START), ar.optimizers.SGD(1.0)
+        await one_by_one(coordinator, weighted_window, [(w, sgd)])
+        np.testing.assert_allclose(await w.read(), 0.0 * START, atol=1e-6)  # type: ignore[attr-defined]
+        await one_by_one(coordinator, window_of_rows, [(w, sgd)])
+        np.testing.assert_allclose(await w.read(), [[0.0, 0.0], [-2.0, -2.0]], atol=1e-6)  # type: ignore[attr-defined]
+
+
+async def average_here(w: Any) -> None:
+    await ar.optimizers.ExponentialMovingAverage([w]).update()
+
+
+async def test_an_average_of_what_is_on_servers_is_refused_in_a_closure() -> None:
+    async with coordinating() as (strategy, coordinator):
+        with strategy.scope():
+            w = ar.Variable(START, name="w")
+        remote = await coordinator.schedule(average_here, (w,), isolate=True)
+        with pytest.raises(ContextError, match="average of 'w' cannot be made in a closure"):
+            await remote.fetch()
