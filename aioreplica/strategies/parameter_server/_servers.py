@@ -319,7 +319,6 @@ class Servers:
             self.give_up()
             self.epoch += 1  # what the former workers still send is nothing any more
             await self._leave_engine(engine)
-            self.strategy_id = uuid4().hex  # what workers had for themselves is made anew
             await self._begin()
 
     async def go_back(self, step: int | None, next_step: int) -> Reopened:
@@ -386,6 +385,7 @@ class Servers:
             await self.copies.aclose()
         if self._has_engine:
             self.engine.release(self.strategy_id)
+            self.strategy_id = uuid4().hex  # what workers had for themselves is made anew
             if successor is not self.engine:
                 self._has_engine = False
                 await self.engine.aclose()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
-from aioreplica.cluster import current_worker_index
+from aioreplica.cluster import LocalClosureEngine, current_worker_index
 from aioreplica.errors import ContextError, WorkerLostError
 from aioreplica.strategies.parameter_server._per_worker_variable import VariableOf
 from tests.parameter_server.coordinating import Gate
@@ -199,3 +199,34 @@ async def test_after_the_loss_of_a_server_they_begin_anew_if_it_is_reopened(
 
 def identity_of(thing: Any) -> int:
     return id(thing)
+
+
+MADE: list[object] = []
+
+
+def make_one() -> object:
+    MADE.append(object())
+    return MADE[-1]
+
+
+def count_with(counter: Any, _resource: Any) -> None:
+    counter.assign_add(1)
+
+
+@pytest.mark.asyncio
+async def test_workers_keep_things_for_a_strategy_that_was_opened_again() -> None:
+    strategy = ar.ParameterServerStrategy(LocalClosureEngine(1))
+    with strategy.scope():
+        w = ar.Variable(np.ones(3), name="w")
+    for _ in range(3):
+        MADE.clear()
+        async with strategy:
+            await w.assign(np.zeros(3))  # it was lost with the servers of the time before
+            async with ar.ClusterCoordinator(strategy) as coordinator:
+                counter = coordinator.create_per_worker_variable(0)
+                resource = coordinator.create_per_worker_resource(make_one)
+                for _ in range(3):
+                    await coordinator.schedule(count_with, (counter, resource))
+                await coordinator.join()
+                assert await counter.read_all() == [3]
+        assert len(MADE) == 1
