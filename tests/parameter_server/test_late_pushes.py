@@ -13,6 +13,7 @@ import pytest
 
 import aioreplica as ar
 from tests.parameter_server.coordinating import Gate, coordinating, fail, hold
+from tests.sequencer import idle
 
 pytest.importorskip("cloudpickle")
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_task_left")]
@@ -96,6 +97,68 @@ async def test_late_pushes_of_a_worker_thought_dead_count_once(is_over: bool) ->
         assert statistics.num_retries == (0 if is_over else 1)
         assert statistics.num_finished == 1
         assert _runs[args[1]] == 2
+
+
+def add_if(flag: Any, count: Any) -> str:
+    if flag.value:
+        count.assign_add(1.0)
+    return "made"
+
+
+async def test_a_result_is_made_again_without_pushes_while_an_older_closure_runs() -> None:
+    gate = Gate()
+    async with coordinating(num_workers=2, num_ps=1) as (strategy, coordinator):
+        engine: Any = strategy.engine
+        with strategy.scope():
+            flag, count = ar.Variable(0, name="flag"), ar.Variable(np.zeros(()), name="count")
+        held = await coordinator.schedule(hold, (gate,))
+        await gate.reached()
+        remote = await coordinator.schedule(add_if, (flag, count))
+        await remote._closure.settled
+        await flag.assign(1)
+        engine.lose_worker("worker-1")
+        engine.add_worker()
+        assert await remote.fetch() == "made"
+        assert float(await count.read()) == 0.0
+        gate.open()
+        assert await held.fetch() == "held"
+        await coordinator.join()
+        assert coordinator.statistics().pushes_dropped == 1
+
+
+_tries: Counter[str] = Counter()
+
+
+def add_in_the_first_run(count: Any, name: str, before: Gate, after: Gate) -> None:
+    _tries[name] += 1
+    if _tries[name] == 1:
+        before.pass_through()
+        count.assign_add(1.0)
+        after.pass_through()
+
+
+async def test_a_worker_thought_dead_adds_nothing_to_a_closure_that_has_finished() -> None:
+    gate, before, after = Gate(), Gate(), Gate()
+    after.open()
+    async with coordinating(num_workers=2, num_ps=1) as (strategy, coordinator):
+        engine: Any = strategy.engine
+        with strategy.scope():
+            count = ar.Variable(np.zeros(()), name="count")
+        await coordinator.schedule(hold, (gate,))
+        await gate.reached()
+        args = (count, "in the first run", before, after)
+        remote = await coordinator.schedule(add_in_the_first_run, args)
+        await before.reached()
+        coordinator._runner._next_report = 1
+        engine.lose_worker("worker-1")
+        engine.add_worker()
+        await remote.fetch()
+        await idle()  # the servers know
+        before.open()
+        await after.reached()
+        assert float(await count.read()) == 0.0
+        gate.open()
+        await coordinator.join()
 
 
 def add_around(count: Any, between: Gate, after: Gate) -> None:

@@ -63,12 +63,15 @@ class Stamp(NamedTuple):
         closure: Number of the closure.
         oldest: Every closure below this one is over: what it pushes is dropped.
         attempt: Tells one run of a closure from another.
+        is_over: Whether the closure was over before this run, which is for its result alone: what
+            it pushes is dropped.
     """
 
     epoch: int
     closure: int
     oldest: int
     attempt: str = ""
+    is_over: bool = False
 
 
 @final

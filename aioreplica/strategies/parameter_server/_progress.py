@@ -68,7 +68,7 @@ class IteratorCut(NamedTuple):
 
 @final
 class ClosureProgress:
-    """Knows what finished since the last checkpoints, and what was lost unfinished."""
+    """Knows what finished since the last checkpoints, what was lost, and what to tell servers."""
 
     def __init__(self) -> None:
         self._finished: deque[tuple[int, int, str]] = deque(maxlen=MAX_NAMED)
@@ -76,15 +76,37 @@ class ClosureProgress:
         self._contents: list[range] = []  # which of them are in the variables
         self._unfinished: dict[int, str] = {}
         self._cuts: dict[int, IteratorCut] = {}
+        self._untold: dict[int, bool] = {}  # closures that are over, and whether they failed
 
     def finished(self, closure: Numbered) -> None:
         """Learn that a closure has ended well."""
+        self._untold[closure.number] = False
         index = self._num_finished
         self._num_finished += 1
         self._finished.append((index, closure.number, closure.fn_name))
         contents = self._contents
         begin = contents.pop().start if contents and contents[-1].stop == index else index
         contents.append(range(begin, index + 1))
+
+    def failed(self, closures: Iterable[Numbered]) -> None:
+        """Learn that closures that were under way have ended badly."""
+        self._untold.update((each.number, True) for each in closures)
+
+    def untold(self, oldest: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the closures whose end servers do not know: those that failed, those that did not.
+
+        Each report has them until one has come to all servers: if it overtakes another one, what a
+        failed closure has taken is not for learned. Below `oldest` all others have finished.
+        """
+        failed = tuple(number for number, has_failed in self._untold.items() if has_failed)
+        others = [number for number, has_failed in self._untold.items() if not has_failed]
+        self.told(number for number in others if number < oldest)
+        return failed, tuple(number for number in others if number >= oldest)
+
+    def told(self, numbers: Iterable[int]) -> None:
+        """Learn that all servers know of the end of closures."""
+        for number in numbers:
+            self._untold.pop(number, None)
 
     def lost(self, closures: Iterable[Numbered]) -> None:
         """Learn that closures were lost with the cluster."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, cast, final
 
@@ -173,18 +172,13 @@ class ClosureRunner:
         """
         servers = self._strategy.servers
         servers.require_all()
+        is_over, oldest = closure.again is not None, self.queue.oldest
+        stamp = Stamp(servers.epoch, closure.number, oldest, is_over=is_over)
         return Closure(
-            servers.strategy_id,
-            closure.fn_name,
-            closure.is_async,
-            closure.call,
-            Stamp(servers.epoch, closure.number, self.queue.oldest),
-            servers.handles,
-            closure.timeout_s,
-            self.queue.index_of(closure.worker or ""),
-            servers.copies is not None,
-            servers.num_made,
-        )
+            servers.strategy_id, closure.fn_name, closure.is_async, closure.call, stamp,
+            servers.handles, closure.timeout_s, self.queue.index_of(closure.worker or ""),
+            servers.copies is not None, servers.num_made,
+        )  # fmt: skip
 
     # ---- ends ----------------------------------------------------------------------------
 
@@ -262,6 +256,7 @@ class ClosureRunner:
         failed: ScheduledClosure | None, *, is_alone: bool = False,
     ) -> None:  # fmt: skip
         self._strategy.servers.lose(closures)
+        self._strategy.servers.progress.failed(each for each in closures if each.is_under_way)
         work = self._tell_and_settle(closures, error, failed, is_alone)
         task = OwnedTask[None](work, "end of closures after an error")
         self._ends.add(task)
@@ -275,7 +270,7 @@ class ClosureRunner:
         is_of_all = failed is None and isinstance(error, WorkerLostError)
         try:
             await self._strategy.engine.cancel(waiting)
-            await self._tell_servers([each.number for each in closures if each.is_under_way])
+            await self._tell_servers()
         finally:
             for closure in closures:
                 if not closure.settled.done():
@@ -288,11 +283,11 @@ class ClosureRunner:
                 wake(self.room.popleft())
             self.pump()
 
-    async def _tell_servers(self, numbers: Sequence[int] = ()) -> None:
+    async def _tell_servers(self) -> None:
         """Tell servers of the end of closures; one that does not answer has it in its queue."""
         with suppress(WorkerLostError, ContextError, TimeoutError):
             async with asyncio.timeout(REPORT_S):
-                await self.report(numbers)
+                await self.report()
 
     def abort(self, error: BaseException) -> None:
         """End closures because their strategy is closed."""
@@ -321,10 +316,10 @@ class ClosureRunner:
 
     # ---- for the coordinator ---------------------------------------------------------------
 
-    async def report(self, failed: Sequence[int] = ()) -> None:
+    async def report(self) -> None:
         """Tell the servers which closures are over; ask what they have done."""
         queue = self.queue
-        self._reports = await self._strategy.servers.report(queue.oldest, queue.newest, failed)
+        self._reports = await self._strategy.servers.report(queue.oldest, queue.newest)
 
     def statistics(self) -> CoordinatorStatistics:
         """Return counts of closures, and those of the servers when they were asked last."""

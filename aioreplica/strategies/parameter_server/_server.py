@@ -3,8 +3,8 @@
 Plain synchronous code, called one method at a time: each update is whole.
 
 Invariants:
-    * A push is applied at most once: what `_seen` holds, what is below `_oldest` or in `_over` and
-      what is of another epoch is dropped.
+    * A push is applied at most once: what `_seen` holds, what is below `_oldest` or in `_over`,
+      what is of another epoch, and what comes from a run for a result alone, is dropped.
     * `_seen` holds no closure below `_oldest`.
     * Servers that begin alike and are called alike are alike: a copy is kept that way.
 """
@@ -187,7 +187,7 @@ class ParameterServer:
             totals.dropped += len(items)
             return []
         self._forget_below(stamp.oldest)
-        if stamp.closure < self._oldest or stamp.closure in self._over:
+        if _is_over(stamp, self._oldest, self._over):
             totals.dropped += len(items)
             return []
         attempts = self._attempts.setdefault(stamp.closure, set())
@@ -378,34 +378,41 @@ class ParameterServer:
                 "server. Make a new iterator, and begin the epoch anew."
             )
         leases = self._leases.setdefault(iterator, Leases(num_splits))
-        is_over = stamp.closure < self._oldest or stamp.closure in self._over
-        if is_over and not leases.has_learned(stamp.closure):
+        if stamp.is_over:
+            leases.settle(0, finished=(stamp.closure,))  # which may not have been told yet
+        if _is_over(stamp, self._oldest, self._over) and not leases.has_learned(stamp.closure):
             return None
         if ended is not None:
             leases.end(stamp.closure, *ended)
         return leases.take(stamp.closure, ordinal, index)
 
     def report(
-        self, oldest: int, failed: Sequence[int] = (), dropped: Sequence[int] = ()
-    ) -> ServerStatistics:
+        self, oldest: int, failed: Sequence[int] = (), dropped: Sequence[int] = (),
+        finished: Sequence[int] = (),
+    ) -> ServerStatistics:  # fmt: skip
         """Learn which closures are over; return what was done so far.
 
         Args:
             oldest: The oldest closure that is not over.
             failed: Those that have ended badly; some may be above `oldest`.
             dropped: Iterators that nobody has any more.
+            finished: Those above `oldest` that have ended well.
         """
         for leases in self._leases.values():
-            leases.settle(oldest, frozenset(failed))
+            leases.settle(oldest, frozenset(failed), frozenset(finished))
         for iterator in dropped:
             self._leases.pop(iterator, None)
         self._forget_below(oldest)
-        self._over.update(number for number in failed if number >= self._oldest)
+        self._over.update(number for number in (*failed, *finished) if number >= self._oldest)
         return replace(self._totals)
 
     def __repr__(self) -> str:
         pushes = self._totals.pushes
         return f"<ParameterServer {self._server} | {len(self._shards)} shards, {pushes} pushes>"
+
+
+def _is_over(stamp: Stamp, oldest: int, over: set[int]) -> bool:
+    return stamp.is_over or stamp.closure < oldest or stamp.closure in over
 
 
 def _described(key: Key, shard: PlainVariable) -> NewShard:

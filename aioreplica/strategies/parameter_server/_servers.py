@@ -351,24 +351,24 @@ class Servers:
                 await self.all(dict.fromkeys(range(self.num_servers), what), "learn")
                 self._recipes[number] = version, recipe
 
-    async def report(
-        self, oldest: int, newest: int = 0, failed: Sequence[int] = ()
-    ) -> list[ServerStatistics]:
+    async def report(self, oldest: int, newest: int = 0) -> list[ServerStatistics]:
         """Tell all servers which closures are over; return what they have done.
 
         Args:
             oldest: The oldest closure that is not over.
             newest: The number after the last closure; what nobody has any more may be used by
                 those below.
-            failed: Closures that have ended badly.
         """
         self.oldest = oldest
         dropped = self.resources.dropped(oldest, newest)
         if dropped:
             self.progress.forget_iterators(dropped)
             self.engine.release(self.strategy_id, [("resource", number) for number in dropped])
-        calls = dict.fromkeys(sorted(self._handles), (oldest, tuple(failed), dropped))
-        return [*(await self.all(calls, "report")).values()]
+        failed, finished = self.progress.untold(oldest)
+        calls = dict.fromkeys(sorted(self._handles), (oldest, failed, dropped, finished))
+        found = await self.all(calls, "report")
+        self.progress.told((*failed, *finished))
+        return [*found.values()]
 
     # ---- closing -------------------------------------------------------------------------------
 

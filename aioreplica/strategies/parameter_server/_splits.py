@@ -115,9 +115,12 @@ class Leases:
         left._splits = copy.deepcopy(self._splits)
         return left
 
-    def settle(self, oldest: int, failed: Collection[int]) -> None:
+    def settle(
+        self, oldest: int, failed: Collection[int] = (), finished: Collection[int] = ()
+    ) -> None:
         """Learn which closures are over: those that failed give back what they took."""
-        for closure in [each for each in self._taken if each < oldest or each in failed]:
+        over = [c for c in self._taken if c < oldest or c in failed or c in finished]
+        for closure in over:
             taken = self._taken.pop(closure)
             if closure in failed:
                 self._splits[taken[0].split].give_back([each.position for each in taken])

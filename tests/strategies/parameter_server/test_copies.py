@@ -129,7 +129,8 @@ def something(server: CopiedServer, rng: Any, number: int) -> None:
     elif kind == 2:
         learn(server, float(rng.uniform(0.01, 0.1)), number)
     elif kind == 3:
-        server.report(max(0, closure - 3), (closure,) if number % 5 == 0 else (), ())
+        failed = (closure,) if number % 5 == 0 else ()
+        server.report(max(0, closure - 3), failed, (), (closure - 1,) if number % 7 == 0 else ())
     elif kind == 4:
         server.take(stamp, 5, 2, 0, number % 2, 0, None)
     else:

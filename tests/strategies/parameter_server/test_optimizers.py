@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
-from aioreplica.optimizers.schedules import LinearWarmup, ReduceOnPlateau
 from aioreplica.errors import ContextError
+from aioreplica.optimizers.schedules import LinearWarmup, ReduceOnPlateau
 from aioreplica.strategies.parameter_server._messages import Judgement, NewShard, Pull, Stamp
 from aioreplica.strategies.parameter_server._server import ParameterServer
 from tests.parameter_server.coordinating import coordinating

@@ -188,3 +188,24 @@ def test_closures_that_are_over_write_nothing_whatever_their_number() -> None:
     assert server.report(3).dropped == 3
     server.push(Stamp(0, 4, 0), [Write(W, 0, "assign_add", np.ones(()))])
     assert server.report(7).pushes == 1
+
+
+def test_a_closure_that_has_finished_pushes_nothing_more_while_an_older_one_runs() -> None:
+    server = new_server()
+    server.push(Stamp(0, 5, 3, attempt="a"), [add(0)])
+    server.report(3, finished=(5,))
+    server.push(Stamp(0, 5, 3, attempt="b"), [add(0), add(1)])
+    server.push(Stamp(0, 6, 3, is_over=True), [add(0)])  # made again, though that was not told
+    assert value_of(server) == 1.0
+    assert server.report(3).dropped == 3
+
+
+def test_what_a_closure_took_is_the_same_when_it_is_made_again() -> None:
+    server = new_server()
+    stamp = Stamp(0, 5, 3)
+    first = [server.take(stamp, 1, 1, 0, ordinal, 0, None) for ordinal in range(2)]
+    again = [server.take(stamp._replace(is_over=True), 1, 1, 0, i, 0, None) for i in range(3)]
+    assert again == [*first, None]
+    assert server.take(Stamp(0, 4, 3), 1, 1, 0, 0, 0, None) == (0, 2)
+    server.report(3, finished=(5,))
+    assert server.take(stamp, 1, 1, 0, 1, 0, None) == first[1]

@@ -22,6 +22,7 @@ from aioreplica.strategies.parameter_server._splits import (
     Leases,
     SplitReader,
 )
+from tests.sequencer import idle
 
 pytest.importorskip("cloudpickle")
 
@@ -61,6 +62,16 @@ def test_what_failed_gives_back_and_what_succeeded_does_not() -> None:
     assert leases.has_learned(2)
     assert [leases.take(2, ordinal, 0) for ordinal in (0, 1)] == [(0, 2), None]  # made again
     assert repr(leases) == "<Leases | 1 splits, 1 closures have some>"
+
+
+def test_what_has_finished_is_learned_before_older_ones_are_over() -> None:
+    leases = Leases(1)
+    for closure in range(3):
+        leases.take(closure, 0, 0)
+    leases.settle(0, {1}, {2})
+    assert leases.has_learned(2)
+    assert [leases.take(2, ordinal, 0) for ordinal in (0, 1)] == [(0, 2), None]
+    assert [leases.take(closure, 0, 0) for closure in (0, 3)] == [(0, 0), (0, 1)]
 
 
 def test_what_is_given_back_beyond_the_end_is_nothing() -> None:
@@ -236,3 +247,51 @@ async def test_iterators_and_resources_that_were_dropped_leave_the_workers() -> 
         server: Any = strategy.servers.handles[0]
         assert server._state._leases == {}
     assert repr(place.worker) == "<ClosureWorker worker-0 | keeps 0 things>"
+
+
+def next_or_fail(iterator: Any, is_bad: bool = False) -> int:
+    element: int = next(iterator)
+    if is_bad:
+        raise ValueError("bad")
+    return element
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_missed", [False, True])
+async def test_what_a_failed_closure_took_is_given_back_whatever_is_told_first(
+    monkeypatch: pytest.MonkeyPatch, *, is_missed: bool
+) -> None:
+    """The end of another one was told before, or its own end was told to nobody."""
+    engine = LocalClosureEngine(1)
+    async with (
+        ar.ParameterServerStrategy(engine) as strategy,
+        ar.ClusterCoordinator(strategy) as coordinator,
+    ):
+        came, may_go_on, cancel = asyncio.Event(), asyncio.Event(), engine.cancel
+
+        async def cancel_later(submissions: Any) -> None:
+            came.set()
+            await may_go_on.wait()
+            await cancel(submissions)
+
+        async def miss() -> None:
+            raise TimeoutError
+
+        monkeypatch.setattr(engine, "cancel", cancel_later)
+        iterator = iter(coordinator.create_per_worker_dataset(range(9)))
+        bad = await coordinator.schedule(next_or_fail, (iterator, True), isolate=True)
+        await came.wait()
+        runner = coordinator._runner
+        if is_missed:
+            with monkeypatch.context() as patch:
+                patch.setattr(runner, "report", miss)
+                may_go_on.set()
+                with pytest.raises(ValueError, match="bad"):
+                    await bad.fetch()
+        runner._next_report = 1
+        assert await (await coordinator.schedule(next_or_fail, (iterator,))).fetch() == 1
+        await idle()  # it is told
+        may_go_on.set()
+        with pytest.raises(ValueError, match="bad"):
+            await bad.fetch()
+        assert await (await coordinator.schedule(next_or_fail, (iterator,))).fetch() == 0
