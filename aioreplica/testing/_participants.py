@@ -284,6 +284,7 @@ class CallbackQueue:
                 head._run()
             else:
                 loop.network.run_callback(head)
+        del head  # as a task does itself: a traceback may keep this frame
 
 
 def who_went(chosen: Participant) -> Participant:
