@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
 from typing import Any, final
 
 import numpy as np
@@ -54,8 +55,9 @@ class Averaging:
         self.module = module
         self.is_on = True
         self._seeds_draws = seeds_draws
-        self._draws: tuple[int, SeededDraws] | None = None
-        self._entered: list[SeededDraws] = []
+        self._draws: tuple[object, int, SeededDraws] | None = None  # of which run and step
+        self._call: MethodType | None = None
+        self._inner: Callable[..., Any] | None = None
         self._backward = -1
         self._seen = 0
         self._handles: list[Any] = []
@@ -74,13 +76,15 @@ class Averaging:
         assert self.module is not None
         self._handles.append(self.module.register_forward_pre_hook(self))
         if self._seeds_draws:
-            leave = self.module.register_forward_hook(self._leave_draws, always_call=True)
-            self._handles.append(leave)
+            # Hooks would not do: torch calls none when a run is cancelled in a forward pass. This
+            # is where `module.compile` puts its function, and torch leaves it out of copies.
+            self._inner = self.module._compiled_call_impl
+            self._call = self.module._compiled_call_impl = MethodType(_seeded, self.module)
         for parameter in self.module.parameters() if averages else ():
-            needs_gradient = parameter.requires_grad
-            parameter.requires_grad_(True)  # a hook waits for the day it is no longer frozen
-            handle = parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
-            parameter.requires_grad_(needs_gradient)
+            if not _can_have_gradient(parameter):
+                continue
+            with _thawed(parameter):
+                handle = parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
             self._handles.append(handle)
 
     def detach(self) -> None:
@@ -88,7 +92,9 @@ class Averaging:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.module = None
+        if self.module is not None and self.module._compiled_call_impl is self._call is not None:
+            self.module._compiled_call_impl = self._inner
+        self.module = self._call = self._inner = None
 
     def saw(self, fingerprint: int) -> None:
         """Remember what was read since the replicas were compared; it has to be so on all workers.
@@ -101,23 +107,23 @@ class Averaging:
     # ---- forward: random numbers ---------------------------------------------------------
 
     def __call__(self, _module: nn.Module, _args: object) -> None:
-        """Draw what the module draws from a generator of this replica and run."""
-        if not self._seeds_draws:
-            return
+        """Do nothing: as a hook it marks the module."""
+
+    def call(self, *args: object, **kwargs: object) -> Any:
+        """Call the module; what it draws comes from a generator of this replica and run."""
+        assert self.module is not None
+        with self._drawing():
+            return (self._inner or self.module._call_impl)(*args, **kwargs)
+
+    def _drawing(self) -> AbstractContextManager[object]:
         replica = PLACE.get().replica
         if not isinstance(replica, RunningReplica):
-            return
-        step = replica.blocking.step
-        if self._draws is None or self._draws[0] != step:
+            return nullcontext()
+        run, step = replica.state, replica.step
+        if self._draws is None or self._draws[:2] != (run, step):
             rng = replica.rng(RANDOM_STREAM)
-            self._draws = (step, SeededDraws(lambda: int(rng.integers(2**63))))
-        draws = self._draws[1]
-        draws.__enter__()
-        self._entered.append(draws)
-
-    def _leave_draws(self, _module: nn.Module, _args: object, _result: object) -> None:
-        if self._entered:
-            self._entered.pop().__exit__(None, None, None)
+            self._draws = (run, step, SeededDraws(lambda: int(rng.integers(2**63))))
+        return self._draws[2]
 
     # ---- backward: gradients -------------------------------------------------------------
 
@@ -194,6 +200,14 @@ class Averaging:
             )
 
 
+def _seeded(module: nn.Module, *args: object, **kwargs: object) -> Any:
+    """Call a module that was prepared; another one, made of its attributes, as it is."""
+    averaging = Averaging.of(module)
+    if averaging is None:
+        return module._call_impl(*args, **kwargs)
+    return averaging.call(*args, **kwargs)
+
+
 def replicas_of(
     module: Any, optimizer: Any, loader: object, num_local: int, num_replicas: int
 ) -> tuple[list[Any], list[Any], list[Batches]]:
@@ -215,12 +229,11 @@ def replicas_of(
     _require_module(module, num_replicas)
     _require_optimizer(optimizer, module)
     require_loader(loader, num_replicas)
-    seeds_draws = num_replicas > 1 and may_draw(module)
     earlier = Averaging.of(module)
     if earlier is not None:
         earlier.detach()
-    pairs = [(module, optimizer)]
-    pairs += [copy.deepcopy((module, optimizer)) for _ in range(num_local - 1)]
+    seeds_draws = num_replicas > 1 and may_draw(module)
+    pairs = [(module, optimizer), *(_copied(module, optimizer) for _ in range(num_local - 1))]
     averagings = [Averaging(own, seeds_draws=seeds_draws) for own, _ in pairs]
     for averaging in averagings:
         averaging.attach(averages=num_replicas > 1)
@@ -233,6 +246,31 @@ def replicas_of(
         list(optimizers),
         [Batches(loader, each, num_local) for each in averagings],
     )
+
+
+def _copied(module: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+    """Copy both, and the hooks of parameters, which a copy of torch does not have."""
+    made = copy.deepcopy((module, optimizer))
+    for own, copied in zip(module.parameters(), made[0].parameters(), strict=True):
+        for hook in (own._backward_hooks or {}).values():
+            with _thawed(copied):
+                copied.register_hook(hook)
+    return made
+
+
+@contextmanager
+def _thawed(parameter: nn.Parameter) -> Iterator[None]:
+    """Let hooks be registered, which wait for the day the parameter is no longer frozen."""
+    needs_gradient = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(needs_gradient)
+
+
+def _can_have_gradient(tensor: torch.Tensor) -> bool:
+    return bool(tensor.is_floating_point() or tensor.is_complex())
 
 
 @contextmanager
@@ -282,6 +320,17 @@ def _require_module(module: object, num_replicas: int) -> None:
                 f"{name!r} is {kind}, but ar.prepare averages over replicas what is dense and on "
                 "the CPU. Move the module with module.cpu()."
             )
+        hooks = (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()
+        if num_replicas > 1 and not all(map(_is_averaging, hooks)):
+            raise ValueError(
+                f"{name!r} has a hook of register_post_accumulate_grad_hook, which would be called "
+                "before gradients are averaged, and on the first replica only. Use register_hook, "
+                "or look at `.grad` in the step function, behind backward()."
+            )
+
+
+def _is_averaging(hook: object) -> bool:
+    return isinstance(getattr(hook, "__self__", None), Averaging)
 
 
 def _require_optimizer(optimizer: object, module: nn.Module) -> None:

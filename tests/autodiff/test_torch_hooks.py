@@ -1,4 +1,4 @@
-"""Hooks on the parameters of a torch_module: called with each replica's gradient, or refused."""
+"""Hooks on the parameters of modules: called with each replica's gradient, or refused."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
+from tests.conftest import mirrored
 
 torch = pytest.importorskip("torch")
 
@@ -52,3 +53,60 @@ def test_hooks_that_would_never_be_called_are_refused_by_name() -> None:
 
     with pytest.raises(TypeError, match=r"'0\.bias' has a hook of register_post_accumulate"):
         ar.autodiff.torch_module(module)
+
+
+# ---- prepare -------------------------------------------------------------------------------
+
+
+def prepared(module: Any, strategy: ar.Strategy) -> Any:
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    return ar.prepare(module, optimizer, [torch.tensor(X)], strategy=strategy)
+
+
+def gradient_of_an_epoch(model: Any, optimizer: Any, batches: Any) -> Any:
+    model.bias.requires_grad_(True)
+    for x in batches:
+        model(x).sum().backward()
+        optimizer.step()
+    return [parameter.grad.numpy() for parameter in (model.weight, model.bias)]
+
+
+@pytest.mark.asyncio
+async def test_every_replica_of_a_prepared_module_calls_them(gang: ar.MirroredStrategy) -> None:
+    module = torch.nn.Linear(4, 2)
+    mask = torch.tensor([1.0, 1.0, 0.0, 0.0])
+    module.weight.register_hook(lambda gradient: gradient * mask)
+    module.weight.register_hook(lambda gradient: gradient * 2)
+    module.bias.register_hook(lambda gradient: gradient * 0)
+    module.bias.requires_grad_(False)
+    found = await gang.run(gradient_of_an_epoch, args=prepared(module, gang))
+
+    expected = np.tile(X.sum(0) * mask.numpy() * 2 / gang.num_replicas_in_sync, (2, 1))
+    for weight, bias in gang.local_results(found):
+        np.testing.assert_allclose(weight, expected, rtol=1e-5)
+        np.testing.assert_array_equal(bias, 0.0)
+
+
+def test_hooks_that_would_be_called_before_the_mean_is_there_are_refused_by_name() -> None:
+    module = torch.nn.Linear(4, 2)
+    for _ in range(2):
+        prepared(module, mirrored(2))  # its own are none of these
+    module.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+
+    with pytest.raises(ValueError, match=r"'bias' has a hook of register_post_accumulate"):
+        prepared(module, mirrored(2))
+    prepared(module, mirrored(1))
+
+
+@pytest.mark.asyncio
+async def test_a_prepared_module_may_have_parameters_of_integers(pair: ar.MirroredStrategy) -> None:
+    module = torch.nn.Linear(4, 2)
+    module.table = torch.nn.Parameter(torch.arange(8), requires_grad=False)
+    module.mask = torch.nn.Parameter(torch.tensor([True, False]), requires_grad=False)
+
+    first, second = pair.local_results(
+        await pair.run(gradient_of_an_epoch, args=prepared(module, pair))
+    )
+
+    np.testing.assert_array_equal(first[0], second[0])
+    assert module.table.tolist() == list(range(8))
