@@ -23,7 +23,7 @@ from ..context import OVERRIDES, PLACE
 from ..replica import RunningReplica
 from ..tree import Array, leaves, map_leaves
 from ..values import Variable, local_value
-from ._torch_random import SeededDraws, SeedStreams, may_draw
+from ._torch_random import SeededDraws, may_draw
 from ._variables import ModelVariables, new_state, require_outside_replicas, write_state
 
 CPU = torch.device("cpu")  # not the default device that a program may have set
@@ -73,7 +73,7 @@ class TorchModule:
         self.buffers = ModelVariables(list(self._buffers.values()), "torch")
         self._hooks = {key: _checked_hooks(key, tensor) for key, tensor in parameters.items()}
         self._pristine = _Shell.of(module, {**parameters, **buffers})
-        self._draws = SeedStreams(f"{self.name}/random") if may_draw(module) else None
+        self._may_draw = may_draw(module)
         self._idle: dict[int | None, list[_Shell]] = {}
         self._modes: tuple[bool, ...] = tuple(part.training for part in module.modules())
         self._lock = threading.Lock()
@@ -245,9 +245,10 @@ class TorchModule:
 
     def _seeded(self) -> AbstractContextManager[object]:
         replica = PLACE.get().replica
-        if self._draws is None or not isinstance(replica, RunningReplica):
+        if not self._may_draw or not isinstance(replica, RunningReplica):
             return nullcontext()
-        return SeededDraws(self._draws.seeds_of(replica))
+        stream = f"{self.name}/random"
+        return SeededDraws(lambda: int(replica.ongoing_rng(stream, self).integers(2**63)))
 
     # ---- shells --------------------------------------------------------------------------
 

@@ -9,24 +9,16 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..replica import RunningReplica
-
 Op = Any  # a torch.ops overload
 
 CHECKPOINT = "torch.utils.checkpoint"
-
-MAX_STEPS = 64
-"""Of how many overlapping steps a replica's random streams are kept."""
 
 
 @final
@@ -73,36 +65,6 @@ class SeededDraws(TorchDispatchMode):  # type: ignore[misc]  # torch's own base 
         if found is None:
             found = self._generators[device] = torch.Generator(device).manual_seed(self._seed)
         return found
-
-
-@final
-class SeedStreams:
-    """Seeds for the calls that draw random numbers, in order, for each replica and step.
-
-    A step is told by the first number of its stream: the stream is keyed by it.
-    """
-
-    def __init__(self, stream: str) -> None:
-        self._stream = stream
-        self._lock = threading.Lock()
-        self._open: dict[int, OrderedDict[int, np.random.Generator]] = {}
-
-    def seeds_of(self, replica: RunningReplica) -> Callable[[], int]:
-        """Return the function that gives the next seed of a replica's step."""
-        return lambda: self._next_seed(replica)
-
-    def _next_seed(self, replica: RunningReplica) -> int:
-        rng = replica.rng(self._stream)
-        first = int(rng.integers(2**63))
-        with self._lock:
-            steps = self._open.setdefault(replica.local_replica_id, OrderedDict())
-            known = steps.get(first)
-            if known is not None:
-                return int(known.integers(2**63))
-            steps[first] = rng
-            if len(steps) > MAX_STEPS:
-                steps.popitem(last=False)
-            return first
 
 
 @functools.cache  # torch builds the tags anew each time they are asked for

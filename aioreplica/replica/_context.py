@@ -396,6 +396,10 @@ class RunningReplica:
         """Return its random stream of this name for this step."""
         return random_stream(self.seed, self.step, self.replica_id_in_sync_group, name)
 
+    def ongoing_rng(self, name: str, owner: object) -> np.random.Generator:
+        """Return that stream, one generator for all that an owner draws in a step of this run."""
+        return self.state.stream(self.step, owner, lambda: self.rng(name))
+
     def check_running(self) -> None:
         """Raise CancelledError if the run was aborted."""
         if self.group.is_aborted:

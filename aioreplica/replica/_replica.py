@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from inspect import CORO_CLOSED, getcoroutinestate
 from typing import Any, final
 
@@ -35,11 +35,13 @@ class Replica:
         steps_done: In a device loop, how many of its steps are complete.
         activity: What the replica waits for outside every collective, for tables; else None.
         is_over: Whether the run has ended, and with it everything that belongs to it.
+        streams: Random streams that go on within a step, by the step and whose they are.
     """
 
     __slots__ = (
         "activity", "cancels_before", "is_over", "op", "replica_id", "sequence", "sequences",
-        "started", "steps_done", "thread_id", "unawaited", "waiting", "was_cancelled", "work",
+        "started", "steps_done", "streams", "thread_id", "unawaited", "waiting", "was_cancelled",
+        "work",
     )  # fmt: skip
 
     def __init__(self, replica_id: int) -> None:
@@ -57,6 +59,7 @@ class Replica:
         self.steps_done = 0
         self.activity: str | None = None
         self.is_over = False
+        self.streams: dict[tuple[int, object], np.random.Generator] = {}
 
     def cancel(self) -> None:
         """Cancel the replica where it waits; an op that has started runs to its end."""
@@ -105,10 +108,23 @@ class Replica:
             coroutine.close()
         self.unawaited.clear()
 
+    def stream(
+        self, step: int, owner: object, make: Callable[[], np.random.Generator]
+    ) -> np.random.Generator:
+        """Return an owner's random stream in a step, which goes on from where it was left."""
+        found = self.streams.get((step, owner))
+        if found is not None:
+            return found
+        for key in list(self.streams):  # an op and the task may both be here
+            if key[0] != step:
+                self.streams.pop(key, None)
+        return self.streams.setdefault((step, owner), make())
+
     def forget(self) -> None:
         """Let go of the ended task and of what was started."""
         self.work = self.op = None
         self.started.clear()
+        self.streams.clear()
         self.is_over = True
 
 

@@ -1,5 +1,7 @@
 """Random layers of torch modules: numbers by replica, step and call."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -145,6 +147,88 @@ async def test_a_device_loop_trains_a_model_with_new_numbers_in_each_step(
 
     assert len(drawn) == len(set(drawn.values())) == 6
     assert sgd.iterations.value == 3
+
+
+def of_variables(strategy: ar.Strategy) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    with strategy.scope():
+        model = torch_module(nn.Dropout(0.5))
+    return lambda: torch.stack([model(np.ones(64)) for _ in range(2)]).numpy(), ()
+
+
+def prepared(strategy: ar.Strategy) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    module = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
+    given = ar.prepare(module, torch.optim.SGD(module.parameters()), [X], strategy=strategy)
+    return lambda model, _optimizer, _batches: model(torch.ones(2, 64)).detach().numpy(), given
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("make", [of_variables, prepared])
+async def test_a_step_that_is_done_again_draws_the_same_numbers(
+    pair: ar.MirroredStrategy, folder: Path, make: Any
+) -> None:
+    with pair.scope():
+        state = {"seen": ar.Variable(0)}
+    step, args = make(pair)
+
+    async with ar.CheckpointManager(folder) as manager:
+        await manager.save(1, state)
+        first, second = [(await pair.run(step, args=args)).values for _ in range(2)]
+        await manager.restore(state)
+        again = (await pair.run(step, args=args)).values
+
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, second)
+
+
+@pytest.mark.asyncio
+async def test_a_forward_pass_that_is_cancelled_leaves_its_thread_as_it_was(
+    pair: ar.MirroredStrategy,
+) -> None:
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    class Meeting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 1)
+
+        def forward(self, x: Any) -> Any:
+            assert _get_current_dispatch_mode() is not None
+            if my_id():
+                raise KeyError("lost")
+            return ar.autodiff.all_reduce("sum", self.inner(x))
+
+    module = Meeting()
+    given = ar.prepare(module, torch.optim.SGD(module.parameters()), [X], strategy=pair)
+
+    with pytest.raises(KeyError, match="lost"):
+        await pair.run(lambda model, *_: model(torch.tensor(X)).sum().item(), args=given)
+
+    assert set(await pair.run(lambda: _get_current_dispatch_mode() is None)) == {True}
+
+
+def test_deterministic_layers_that_are_prepared_again_are_called_as_they_are() -> None:
+    module = nn.Sequential(nn.Linear(4, 2))
+
+    for _ in range(2):
+        ar.prepare(module, torch.optim.SGD(module.parameters()), [X], strategy=mirrored(2))
+        assert module._compiled_call_impl is None
+
+
+def test_a_compiled_module_stays_that_and_gets_its_function_back() -> None:
+    module, called = nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5)), []
+
+    def compiled(x: Any) -> Any:
+        called.append(x)
+        return x
+
+    module._compiled_call_impl = compiled  # as module.compile() does
+    optimizer = torch.optim.SGD(module.parameters())
+    ar.prepare(module, optimizer, [X], strategy=mirrored(2))
+    module(1)
+    ar.prepare(module, optimizer, [X], strategy=mirrored(1))
+
+    assert called == [1]
+    assert module._compiled_call_impl is compiled
 
 
 @pytest.mark.asyncio
