@@ -106,13 +106,20 @@ class TorchModule:
         Raises:
             ContextError: Inside a replica: others may be calling it meanwhile.
         """
-        require_outside_replicas("train() of a torch_module")
-        self._modes = (bool(mode),) * len(self._modes)
-        return self
+        return self._set_modes("train()", lambda module: module.train(bool(mode)))
 
     def eval(self) -> TorchModule:
-        """Set the evaluation mode, as `train(False)`."""
-        return self.train(False)
+        """Set the evaluation mode of the whole module, as `train` sets the other."""
+        return self._set_modes("eval()", lambda module: module.eval())
+
+    def _set_modes(self, what: str, change: Callable[[nn.Module], object]) -> TorchModule:
+        """Take over the modes that the module gives its parts: it may keep some as they are."""
+        require_outside_replicas(f"{what} of a torch_module")
+        shell = self._pristine.copy()  # of its own: whatever else the module does is not kept
+        shell.set_modes(self._modes)
+        change(shell.module)
+        self._modes = tuple(part.training for part in shell.module.modules())
+        return self
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return what the module's `state_dict` would be, with tensors of their own."""
@@ -124,6 +131,8 @@ class TorchModule:
     def load_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> Any:
         """Set the variables from what `state_dict` of a module returned, as one write.
 
+        Those that the state does not have stay as they are on each replica.
+
         Returns:
             What torch's `load_state_dict` returns: missing and unexpected keys.
 
@@ -132,11 +141,17 @@ class TorchModule:
             ContextError: Inside a replica.
         """
         require_outside_replicas("load_state_dict of a torch_module")
+        named = {**self._parameters, **self._buffers}
+        before = {key: variable.components[0] for key, variable in named.items()}
         with self._borrowed() as shell:
-            self._bind_values(shell)
+            shell.bind({key: _tensor(array) for key, array in before.items()})
             result = shell.module.load_state_dict(state, strict=strict)
-            named = {**self._parameters, **self._buffers}
-            write_state({v: shell.tensor(key).numpy(force=True) for key, v in named.items()})
+            new = {key: shell.tensor(key).numpy(force=True) for key in named}
+        given = {key for key, names in shell.names.items() if any(n in state for n in names)}
+        write_state({
+            named[key]: array for key, array in new.items()
+            if key in given or not np.array_equal(array, before[key])
+        })  # fmt: skip
         return result
 
     def checkpoint_entries(self) -> dict[tuple[Variable | None, str], Variable]:
@@ -300,6 +315,7 @@ class _Shell:
         self._device: torch.device | None = None
         keys = {id(tensor): key for key, tensor in empty.items()}
         self._places: list[tuple[dict[str, torch.Tensor], str, str]] = []
+        self._place_of: dict[str, tuple[dict[str, torch.Tensor], str]] = {}
         self.names: dict[str, list[str]] = {key: [] for key in empty}
         self._modes: tuple[bool, ...] = ()
         for path, part in module.named_modules(remove_duplicate=False):
@@ -308,6 +324,7 @@ class _Shell:
                     if tensor is not None:
                         key = keys[id(tensor)]
                         self._places.append((tensors, label, key))
+                        self._place_of.setdefault(key, (tensors, label))
                         self.names[key].append(f"{path}.{label}" if path else label)
 
     @classmethod
@@ -346,7 +363,8 @@ class _Shell:
 
     def tensor(self, key: str) -> torch.Tensor:
         """Return the tensor of that name."""
-        return next(place[label] for place, label, found in self._places if found == key)
+        place, label = self._place_of[key]
+        return place[label]
 
     def versions(self) -> dict[str, tuple[torch.Tensor | None, int]]:
         """Return each tensor, and how often it was written, which tells whether it has changed."""

@@ -168,7 +168,8 @@ class SyncOnReadVariable(Variable):
             raise ContextError(
                 f"Variable {self.name!r} has components on other workers, which cannot be read "
                 "without waiting. Use `await strategy.extended.read_var(variable)`, or "
-                "`await metric.read()` for a metric."
+                "`await metric.read()` for a metric. In a replica its own component is read: call "
+                "a model, its `state_dict()` or `copy_to()` there."
             )
         combined: Array = aggregate(self.aggregation, components)
         return combined

@@ -16,6 +16,7 @@ from aioreplica.autodiff import differentiate_variables, torch_module
 from aioreplica.errors import ContextError
 from tests.autodiff.torch_modules import X, assert_all_equal, mlp
 from tests.replica.gated import me, my_id
+from tests.strategies.workers import on_workers
 
 torch = pytest.importorskip("torch")
 nn = torch.nn
@@ -132,6 +133,78 @@ async def test_evaluation_writes_no_statistics(pair: ar.MirroredStrategy) -> Non
     assert not model.training
     assert model.buffers[0].store.version == before
     assert model.train().training
+
+
+class Backbone(nn.Module):
+    """Keeps its batch norm in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head, self.calls = nn.BatchNorm1d(4), nn.Linear(4, 1), 0
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        self.norm.eval()
+        self.calls += 1
+        return self
+
+    def forward(self, x: Any) -> Any:
+        assert self.calls == 0
+        return self.training, self.head(self.norm(x))
+
+
+def test_modes_are_those_that_the_module_sets() -> None:
+    model = torch_module(Backbone())
+    for change in (model.eval, model.train):
+        assert change() is model
+        assert model(X)[0] == model.training == (change == model.train)
+        np.testing.assert_array_equal(model.buffers[0].value, 0.0)
+
+
+@pytest.mark.asyncio
+async def test_loading_a_part_leaves_the_rest_of_each_replica(pair: ar.MirroredStrategy) -> None:
+    with pair.scope():
+        model = torch_module(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)), name="net")
+
+    async def step(x: Any) -> None:
+        await me().run_on_device(model, x)
+
+    await pair.run(step, args=(ar.PerReplica([X[:4], X[4:]]),))
+    before = {v.name: v.components for v in (*model.variables, *model.buffers)}
+
+    result = model.load_state_dict({"1.bias": torch.tensor([3.0, 4.0])}, strict=False)
+
+    assert result.unexpected_keys == []
+    changed = [v.name for v in (*model.variables, *model.buffers)
+               if v.components is not before[v.name]]  # fmt: skip
+    assert changed == ["net/1.bias"]
+    assert model.variables[3].value.tolist() == [3.0, 4.0]
+    mean = model.buffers[0].value
+    model.load_state_dict({"0.running_mean": torch.tensor(mean)}, strict=False)
+    assert_all_equal(model.buffers[0].components, [mean, mean])  # as it is given, to all
+
+
+@pytest.mark.asyncio
+async def test_buffers_of_several_workers_are_loaded_outside_and_read_in_replicas() -> None:
+    given = nn.BatchNorm1d(4)
+    given.running_mean.fill_(7.0)
+
+    async def program(strategy: ar.MultiWorkerMirroredStrategy) -> Any:
+        with strategy.scope():
+            model = torch_module(nn.BatchNorm1d(4))
+            model.load_state_dict(given.state_dict())
+            for read in (model.state_dict, lambda: model.copy_to(nn.BatchNorm1d(4))):
+                with pytest.raises(ContextError, match=r"In a replica .*`state_dict\(\)`"):
+                    read()
+
+        async def step() -> Any:
+            model.copy_to(module := nn.BatchNorm1d(4))
+            return module.running_mean.tolist(), model.state_dict()["running_mean"].tolist()
+
+        return strategy.local_results(await strategy.run(step))
+
+    for results in await on_workers(2, 2, program):
+        assert results == (([7.0] * 4, [7.0] * 4),) * 2
 
 
 @pytest.mark.asyncio
