@@ -86,7 +86,7 @@ class Batches:
             local = blocking.group(range(first, first + self._num_local))
         reads = iter(self._loader) if reads_here else None
         while True:
-            parts = _Parts()
+            parts = _Parts(compares=has_workers)
             if reads is not None:
                 parts.read(next(reads, OVER), blocking.num_replicas_in_sync, first)
             part, checksum = local.meet_as("next batch", _hand_out, (parts,), sys._getframe(1))
@@ -111,9 +111,14 @@ class Batches:
 
 @final
 class _Parts:
-    """Parts of a batch that the first replica of a process brings for all; others bring none."""
+    """Parts of a batch that the first replica of a process brings for all; others bring none.
 
-    def __init__(self) -> None:
+    Args:
+        compares: Whether workers compare what they have read.
+    """
+
+    def __init__(self, *, compares: bool) -> None:
+        self._compares = compares
         self._parts: Sequence[object] = ()
         self._first = self._fingerprint = 0
 
@@ -121,7 +126,8 @@ class _Parts:
         """Split a batch; `first` is the replica that reads it."""
         self._parts = (OVER,) * num_replicas if batch is OVER else split(batch, num_replicas)
         self._first = first
-        self._fingerprint = -1 if batch is OVER else fingerprint(batch)
+        if self._compares:
+            self._fingerprint = -1 if batch is OVER else fingerprint(batch)
 
     def of_process(self, num_local: int) -> tuple[Tree, ...]:
         """Return the parts of the replicas here, each with the fingerprint of the whole batch."""
@@ -137,9 +143,17 @@ def fingerprint(batch: object) -> int:
     """Return a checksum of how many rows a batch has, and of its first and last ones."""
     found = 0
     for leaf in flatten(batch)[0]:
-        ends = torch.as_tensor(leaf, device="cpu")[[0, -1]].contiguous().view(-1).view(torch.uint8)
-        found = zlib.crc32(ends.numpy().data, zlib.crc32(str(leaf.shape).encode(), found))
+        found = zlib.crc32(_ends(leaf), zlib.crc32(str(tuple(leaf.shape)).encode(), found))
     return found
+
+
+def _ends(leaf: Any) -> Any:
+    """Return the first and the last row as bytes: of arrays that torch has no dtype for, too."""
+    if isinstance(leaf, np.ndarray):
+        ends = leaf[[0, -1]]
+        return repr(ends.tolist()).encode() if ends.dtype.hasobject else ends.tobytes()
+    rows = torch.as_tensor(leaf, device="cpu")[[0, -1]]
+    return rows.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _num_batches(loader: Any) -> int:
