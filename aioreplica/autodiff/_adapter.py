@@ -15,7 +15,7 @@ from array_api_compat import array_namespace, is_array_api_obj
 
 from ..devices.backends import Array
 from ..tree import Tree
-from ..values import Weighted
+from ..values import Weighted, is_floating
 from ._linear import LinearCollective
 
 Watch: TypeAlias = Callable[[Array], Array]
@@ -92,16 +92,29 @@ def split_aux(result: object, has_aux: bool) -> tuple[Tree, Tree]:
     return result
 
 
-def require_floating(array: Array) -> None:
+def require_floating(array: Array, *, takes_bfloat16: bool = False) -> None:
     """Check that a gradient with respect to an array exists.
 
+    Args:
+        array: The array.
+        takes_bfloat16: Whether the library that differentiates takes that of NumPy.
+
     Raises:
-        TypeError: If its dtype is not of floating point.
+        TypeError: If its dtype is not of floating point, or none of that library.
     """
     if isinstance(array, np.ndarray) and array.dtype.kind == "f":
         return  # looking for the array's library takes longer than tracing it
     array = array if is_array_api_obj(array) else np.asarray(array)
-    if array.dtype == object or not array_namespace(array).isdtype(array.dtype, "real floating"):
+    if not isinstance(array, (np.ndarray, np.generic)):
+        is_float = array_namespace(array).isdtype(array.dtype, "real floating")
+    else:  # NumPy's own isdtype raises at dtypes of others
+        is_float = is_floating(array.dtype)
+        if is_float and array.dtype.kind != "f" and not takes_bfloat16:
+            raise TypeError(
+                f"A gradient with respect to an array of {array.dtype} needs backend='jax'; "
+                "autograd and torch cannot take it from NumPy. Or cast it with .astype('float32')."
+            )
+    if not is_float:
         raise TypeError(
             f"A gradient needs a floating-point array, got dtype {array.dtype}. Cast it with "
             ".astype('float64')."

@@ -114,7 +114,7 @@ class _JaxInput:
     __slots__ = ("_gradient", "array")
 
     def __init__(self, array: Array) -> None:
-        require_floating(array)
+        require_floating(array, takes_bfloat16=True)
         self.array = array
         self._gradient: jax.Array | None = None
 

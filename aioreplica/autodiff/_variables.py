@@ -7,7 +7,7 @@ gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, final
 
 import numpy as np
@@ -184,7 +184,7 @@ class VariableReads:
 
 def differentiate_variables(
     loss: Callable[[], object],
-    variables: Sequence[Variable] | None = None,
+    variables: Iterable[Variable] | None = None,
     backend: str = "autograd",
     *,
     has_aux: bool = False,
@@ -207,8 +207,8 @@ def differentiate_variables(
         A variable of which only rows were looked up has IndexedSlices.
 
     Raises:
-        TypeError: If a variable is not of floating point, or the loss returns no number, or no
-            pair with `has_aux`.
+        TypeError: If a variable is none or not of floating point, or the loss returns no number, or
+            no pair with `has_aux`.
         ValueError: If the loss does not return a scalar, or `backend` is unknown.
         ImportError: If the library is not installed.
 
@@ -221,6 +221,8 @@ def differentiate_variables(
     """
     if backend == "autograd" and isinstance(variables, ModelVariables):
         backend = variables.backend
+    if variables is not None:
+        variables = _checked_variables(variables)
     reads, adapter = VariableReads(variables), find_adapter(backend)
     try:
         value, gradients = adapter.differentiate(
@@ -231,6 +233,22 @@ def differentiate_variables(
     found = reads.gradients(gradients)
     chosen = found if variables is None else variables
     return value, [(found.get(variable), variable) for variable in chosen]
+
+
+def _checked_variables(variables: Iterable[Variable]) -> tuple[Variable, ...]:
+    """Return the variables as a tuple: an iterator gives them once."""
+    if isinstance(variables, Variable):  # an array, which gives its rows
+        raise TypeError(
+            f"variables must be a list of variables, got the variable {variables.name!r}. Put it "
+            "into a list."
+        )
+    found = tuple(variables)
+    for variable in found:
+        if not isinstance(variable, Variable):
+            raise TypeError(
+                f"variables must hold variables, got {variable!r} ({type(variable).__name__})."
+            )
+    return found
 
 
 def embedding_lookup(variable: Variable, indices: Array) -> Array:

@@ -87,6 +87,31 @@ def test_an_integer_variable_has_no_gradient() -> None:
         differentiate_variables(lambda: counter.value * 1.0, [counter])
 
 
+@pytest.mark.parametrize("backend", ["autograd", "torch"])
+def test_bfloat16_is_for_jax(backend: str) -> None:
+    pytest.importorskip(backend)
+    w = ar.Variable(np.ones(3, pytest.importorskip("ml_dtypes").bfloat16))
+
+    with pytest.raises(TypeError, match=r"array of bfloat16 needs backend='jax'"):
+        differentiate_variables(lambda: w.value.sum(), [w], backend)
+
+
+def test_variables_may_come_from_an_iterator_and_are_variables() -> None:
+    w, b = ar.Variable([2.0, 3.0], name="w"), ar.Variable(4.0)
+
+    def loss() -> Any:
+        return anp.sum(w.value) * b.value
+
+    value, pairs = differentiate_variables(loss, (v for v in (b, w)))
+
+    assert value == 20.0
+    assert [variable for _, variable in pairs] == [b, w]
+    with pytest.raises(TypeError, match=r"got the variable 'w'\. Put it into a list"):
+        differentiate_variables(loss, w)
+    with pytest.raises(TypeError, match=r"must hold variables, got 3\.0 \(float\)"):
+        differentiate_variables(loss, [w, 3.0])  # type: ignore[list-item]
+
+
 @pytest.mark.asyncio
 async def test_each_replica_reads_its_own_component(pair: ar.MirroredStrategy) -> None:
     with pair.scope():

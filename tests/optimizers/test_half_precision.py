@@ -315,3 +315,20 @@ async def test_a_dynamic_scale_trains_float16() -> None:
         await sgd.apply_gradients([(ScaledGradient(gradient, scale.scale), w)])
     assert sgd.skipped_steps.value == 0
     assert sgd.get_slot(w, "master").value.tolist() == [1.0, 2 - 8 * 2.0**-10]
+
+
+@pytest.mark.slow  # jax compiles each op
+@pytest.mark.asyncio
+@pytest.mark.parametrize("chooses", [False, True])
+async def test_a_loss_of_jax_trains_bfloat16(pair: ar.MirroredStrategy, chooses: bool) -> None:
+    jnp = pytest.importorskip("jax.numpy")
+    dtype = pytest.importorskip("ml_dtypes").bfloat16
+    with pair.scope():
+        w, sgd = ar.Variable(np.ones(3, dtype)), SGD(0.25, loss_reduction="mean")
+
+    async def step() -> None:
+        await sgd.minimize(lambda: jnp.sum(w.value**2), [w] if chooses else None, backend="jax")
+
+    await pair.run(step)
+    assert w.dtype == dtype
+    assert w.value.astype(float).tolist() == [0.5] * 3
