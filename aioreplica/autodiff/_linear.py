@@ -19,6 +19,7 @@ from typing import TypeAlias, final
 
 import numpy as np
 from array_api_compat import array_namespace
+from array_api_compat import device as device_of
 
 from ..devices.backends import Array, join_arrays
 from ..replica import (
@@ -198,7 +199,8 @@ def _to_source(source: int, shape: tuple[int, ...]) -> LinearMap:
         whole = caller.sum(ReduceOp.SUM, value)
         replica = caller.replica
         if replica is not None and replica.replica_id_in_sync_group != source:
-            whole = array_namespace(whole).zeros(shape, dtype=whole.dtype)
+            zeros = array_namespace(whole).zeros
+            whole = zeros(shape, dtype=whole.dtype, device=device_of(whole))
         return whole, from_source(source)
 
     return apply

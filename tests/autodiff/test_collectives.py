@@ -136,6 +136,20 @@ async def test_reduce_scatter_and_broadcast(lib: Library, count: int, op: str) -
 
 
 @pytest.mark.asyncio
+async def test_a_default_device_of_torch_is_not_that_of_what_goes_back(
+    pair: ar.MirroredStrategy,
+) -> None:
+    torch = pytest.importorskip("torch")
+
+    def step() -> Any:
+        fn = value_and_grad(lambda xs: autodiff.broadcast(xs[0], 0).sum(), "torch")
+        with torch.device("meta"):
+            return fn([np.ones(2)])[1][0].tolist()
+
+    assert pair.local_results(await pair.run(step)) == ([2.0, 2.0], [0.0, 0.0])
+
+
+@pytest.mark.asyncio
 async def test_gradients_of_gradients_go_through_collectives(lib: Library) -> None:
     inputs = [np.array(0.5), np.array(0.8)]
 
