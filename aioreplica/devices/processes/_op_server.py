@@ -36,7 +36,7 @@ from .._logical import set_logical_devices
 from ._context_variables import set_vars
 from ._messages import Memory, NewSegment, OpFailure, Reply, Request, Setup, Value, Where
 from ._parcel import Parcel, Reduced, Side, dumps, named, obstacle, pack, unpack
-from ._segments import Arena, Extent, Mappings
+from ._segments import Arena, Extent, Mappings, NoSharedMemoryError
 
 LOOK_S = 1.0  # how often a device process looks whether its parent and its main thread live
 END_S = 1.0
@@ -165,7 +165,7 @@ class _OpServer:
     def _pack_result(self, result: object) -> tuple[Parcel | None, OpFailure | None]:
         try:
             return pack(result, self._arena, self), None
-        except (OSError, MemoryError) as error:
+        except (NoSharedMemoryError, MemoryError) as error:
             return None, OpFailure(_traceback(error), "memory", _words(error))
         except Exception as error:  # noqa: BLE001 - whatever a `__reduce__` raises
             words, _ = obstacle({"its result": result}, self, error)

@@ -74,7 +74,7 @@ def pack(thing: object, arena: Arena, side: Side) -> Parcel:
     """Pickle an object into a parcel; on failure nothing stays in the arena.
 
     Raises:
-        OSError: If there is no shared memory for it.
+        NoSharedMemoryError: If there is no shared memory for it.
         Exception: Whatever pickling raises.
     """
     extents: list[Extent] = []

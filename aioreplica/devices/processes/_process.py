@@ -30,7 +30,7 @@ from ._link import ProcessLink
 from ._messages import OpFailure, Reply, Request, Value
 from ._op_server import receive_segments, send_segments, serve
 from ._parcel import Parcel, obstacle, pack, unpack
-from ._segments import Extent
+from ._segments import Extent, NoSharedMemoryError
 
 END_S = 3.0  # how long the exit code of a device process is waited for
 LOOK_S = 0.1  # how often the lane's thread looks whether anyone still waits for an op
@@ -131,7 +131,7 @@ class DeviceProcess:
         errors = numpy_errors(op.context)
         try:
             parcel = pack((fn, args, kwargs), link.arena, link)
-        except OSError as error:
+        except NoSharedMemoryError as error:
             raise self._no_memory(op, error) from error
         except Exception as error:
             raise self._unsendable(link, op, fn, args, kwargs, error) from error
@@ -143,7 +143,7 @@ class DeviceProcess:
             link.find_values(values)
         except BaseException as error:
             link.undo(parcel, stand_ins, values)
-            if isinstance(error, OSError):
+            if isinstance(error, NoSharedMemoryError):
                 raise self._no_memory(op, error) from error
             raise
         replica = None if place.replica is None else pickle.dumps(place.replica.stand_in())

@@ -90,7 +90,7 @@ class Publications:
             The value, and its extent, which the caller then holds; None for a small one.
 
         Raises:
-            OSError: If there is no shared memory for it.
+            NoSharedMemoryError: If there is no shared memory for it.
         """
         array = found.array
         strides = None if array.flags.c_contiguous else np.empty_like(array).strides
@@ -181,7 +181,7 @@ class Reader:
         """Return a value that the device process has not got; None if it has.
 
         Raises:
-            OSError: If there is no shared memory for it.
+            NoSharedMemoryError: If there is no shared memory for it.
         """
         if self._has.get(number) == found.key:
             return None

@@ -35,6 +35,11 @@ PAGE = 4096
 
 
 @final
+class NoSharedMemoryError(OSError):
+    """There is no shared memory; pickling raises other OSErrors for reasons of its own."""
+
+
+@final
 class Extent(NamedTuple):
     """A piece of a segment, as messages name it."""
 
@@ -105,7 +110,7 @@ class Arena:
         """Copy a contiguous buffer into an extent.
 
         Raises:
-            OSError: If there is no memory for it.
+            NoSharedMemoryError: If there is no memory for it.
         """
         source = np.frombuffer(data, np.uint8)
         extent, memory = self.take(source.nbytes)
@@ -147,13 +152,10 @@ class Arena:
 
     def _grow(self, size: int) -> Segment:
         size = max(size, SEGMENT_BYTES, min(self.num_bytes, MAX_GROWTH_BYTES))
-        descriptor = _new_descriptor()
         try:
-            os.posix_fallocate(descriptor, 0, size)
-            memory = map_segment(descriptor, size, is_readonly=False)
-        except BaseException:
-            os.close(descriptor)
-            raise
+            descriptor, memory = _new_memory(size)
+        except OSError as error:
+            raise NoSharedMemoryError(*error.args) from error
         segment = Segment(next(self._numbers), descriptor, size, memory)
         self.segments[segment.segment_id] = segment
         return segment
@@ -222,6 +224,16 @@ def map_segment(descriptor: int, size: int, *, is_readonly: bool) -> Bytes:
     protection = mmap.PROT_READ if is_readonly else mmap.PROT_READ | mmap.PROT_WRITE
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
     return np.frombuffer(mmap.mmap(descriptor, size, flags=flags, prot=protection), np.uint8)
+
+
+def _new_memory(size: int) -> tuple[int, Bytes]:
+    descriptor = _new_descriptor()
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        return descriptor, map_segment(descriptor, size, is_readonly=False)
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def _new_descriptor() -> int:

@@ -66,6 +66,13 @@ class Locked:
         self.lock = threading.Lock()
 
 
+class Torn:
+    """Reads a file when it is pickled."""
+
+    def __reduce__(self) -> Any:
+        raise OSError("image file is truncated")
+
+
 class StubbornError(Exception):
     """Can be pickled, but its pickle cannot be built again."""
 
@@ -105,6 +112,16 @@ async def test_a_result_that_cannot_be_sent_back_is_named(
 ) -> None:
     with pytest.raises(TypeError, match=r"Op 'Locked'.*its result.lock \(a _thread.lock\)"):
         await run_op(on_process, Locked)
+
+
+@pytest.mark.asyncio
+async def test_an_os_error_of_pickling_is_not_taken_for_lack_of_memory(
+    on_process: ar.OneDeviceStrategy,
+) -> None:
+    with pytest.raises(TypeError, match=r"argument 0 \(a .*Torn\) cannot be pickled: .*truncated"):
+        await run_op(on_process, id, Torn())
+    with pytest.raises(TypeError, match=r"Op 'Torn'.*its result .*truncated"):
+        await run_op(on_process, Torn)
 
 
 @pytest.mark.asyncio
