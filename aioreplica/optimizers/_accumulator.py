@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
 import numpy as np
 
-from ..context import LOOP, PLACE, LoopStep
-from ..devices import run_together
+from ..context import LOOP, PLACE, REGISTRY, LoopStep
+from ..devices import HOST, is_process_device, run_together
 from ..errors import ContextError
 from ..replica import CallSite, RunningReplica
 from ..tree import Array, DType
@@ -316,10 +317,12 @@ class GradientAccumulator:
         size, work = self._addition(grads_and_vars)
         if size <= INLINE_STEP_BYTES:
             work()
-        elif isinstance(replica, RunningReplica):
+        elif isinstance(replica, RunningReplica) and not is_process_device(
+            replica.device_name or HOST
+        ):
             await replica.context.run_on_device(work)
-        else:
-            await run_together([work])
+        else:  # a device process would add to copies of the sums
+            await run_together([partial(_in_turn, work)])
 
     def _addition(
         self, grads_and_vars: Iterable[tuple[object, object]]
@@ -452,6 +455,12 @@ def _add_all(sums: Sequence[_Sum], gradients: Sequence[object], loop_step: LoopS
         if loop_step is not None:
             each.keep(loop_step)
         each.add(gradient)
+
+
+def _in_turn(work: Callable[[], None]) -> None:
+    """Call what adds to sums; one at a time, as on the lane of a device."""
+    with REGISTRY.once("adding_gradients", threading.Lock):
+        work()
 
 
 def _at_scale(total: Any, scale: float | None) -> Any:

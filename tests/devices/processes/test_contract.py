@@ -301,6 +301,25 @@ async def test_ops_read_the_newest_values_of_variables_and_cannot_write_them(
         await run_op(strategy, spoil)
 
 
+@pytest.mark.asyncio
+async def test_large_gradients_are_added_to_the_sums_of_the_program(
+    devices: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aioreplica.optimizers._accumulator.INLINE_STEP_BYTES", 0)
+    async with ar.MirroredStrategy(list(devices)) as strategy:
+        with strategy.scope():
+            w, window = ar.Variable(np.zeros(3)), ar.GradientAccumulator(ar.optimizers.SGD(1.0))
+
+        async def step() -> None:
+            await window.add([(np.ones(3), w)])
+            await window.add([(np.full(3, 2.0), w)])
+            await window.apply()
+
+        await strategy.run(step)
+
+    assert w.value.tolist() == [-6.0] * 3
+
+
 async def minimize_on(strategy: ar.OneDeviceStrategy) -> list[Any]:
     """Train for three steps; return all numbers that come of it."""
     x = np.random.default_rng(0).standard_normal((32, 200))
