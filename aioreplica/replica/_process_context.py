@@ -8,6 +8,7 @@ import numpy as np
 
 from ..devices import Device
 from ..errors import ContextError
+from ..telemetry import checked_scalar
 from ._replica import random_stream
 
 
@@ -68,8 +69,17 @@ class ProcessContext:
         return random_stream(self._seed, self._step, None, name)
 
     def record(self, name: str, value: float | str) -> None:
-        """Record a number or a text; it is in `strategy.events` when the op has ended."""
-        self._recorded.append((name, value))
+        """Record a number or a text; it is in `strategy.events` when the op has ended.
+
+        Raises:
+            TypeError: If it is neither.
+        """
+        if self.replica_id_in_sync_group != 0:
+            return  # as on a thread
+        found = checked_scalar(name, value)
+        if isinstance(found, str):  # of a subclass: its pickle may not be one
+            found = str.__str__(found)
+        self._recorded.append((str.__str__(name), found))
 
     def take_recorded(self) -> list[tuple[str, float | str]]:
         """Return what was recorded; for the library."""

@@ -24,6 +24,7 @@ from ._recorder import Ring as Ring
 from ._recorder import source_line as source_line
 from ._sinks import EventLog as EventLog
 from ._sinks import MemorySink as MemorySink
+from ._sinks import checked_scalar as checked_scalar
 from ._sinks import events_to as events_to
 from ._sinks import log_observer as log_observer
 from ._sinks import printable as printable

@@ -83,17 +83,7 @@ class EventLog:
         Raises:
             TypeError: If `name` is not a str, or the value neither a number nor a text.
         """
-        if not isinstance(name, str):
-            raise TypeError(f"The name of an event must be a str, got {name!r}.")
-        if not isinstance(value, str):
-            try:
-                value = float(value.item() if hasattr(value, "item") else value)
-            except (TypeError, ValueError, OverflowError):
-                raise TypeError(
-                    f"Event {name!r} takes a number or a text, got {value!r} "
-                    f"({type(value).__name__}). Reduce arrays to one number first."
-                ) from None
-        self.add("scalar", name, step, replica_id, value)
+        self.add("scalar", name, step, replica_id, checked_scalar(name, value))
 
     def events(self, kind: str | None = None) -> tuple[Event, ...]:
         """Return the kept events, oldest first; only those of one kind if it is named."""
@@ -105,6 +95,25 @@ class EventLog:
 
     def __repr__(self) -> str:
         return f"<EventLog | {len(self._ring)} of {self._ring.capacity} events>"
+
+
+def checked_scalar(name: object, value: Any) -> float | str:
+    """Return the number or the text of an event.
+
+    Raises:
+        TypeError: If `name` is not a str, or the value neither a number nor a text.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"The name of an event must be a str, got {name!r}.")
+    if isinstance(value, str):
+        return value
+    try:
+        return float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(
+            f"Event {name!r} takes a number or a text, got {value!r} "
+            f"({type(value).__name__}). Reduce arrays to one number first."
+        ) from None
 
 
 def printable(text: str) -> str:

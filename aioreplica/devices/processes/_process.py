@@ -22,7 +22,7 @@ from time import perf_counter
 from typing import Any, final
 
 from ...context import REGISTRY
-from ...errors import DeviceError
+from ...errors import ContextError, DeviceError
 from .._lane import ProcessStatistics
 from .._op import AnyOp
 from ._context_variables import ContextSender, numpy_errors
@@ -214,8 +214,12 @@ class DeviceProcess:
             if logger.isEnabledFor(record.levelno):
                 logger.handle(record)
         replica = op.place.replica
-        for name, value in reply.recorded:
-            op.context.run(replica.context.record, name, value)  # type: ignore[union-attr]  # it recorded
+        try:
+            for name, value in reply.recorded:
+                op.context.run(replica.context.record, name, value)  # type: ignore[union-attr]  # it recorded
+        except ContextError:  # the run is over
+            if failure is None:
+                raise
         if failure is not None:
             raise self._error(op, failure, result)
         for data, (filename, line, module) in reply.warnings:

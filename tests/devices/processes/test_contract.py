@@ -5,8 +5,11 @@ import contextvars
 import decimal
 import logging
 import os
+import sys
+import threading
 import warnings
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +274,28 @@ async def test_records_logs_and_warnings_of_an_op_arrive(
 async def test_a_warning_that_is_an_error_fails_the_op(strategy: ar.OneDeviceStrategy) -> None:
     with pytest.raises(UserWarning, match="odd"):
         await run_op(strategy, lambda: warnings.warn("odd", UserWarning, stacklevel=1))
+
+
+@pytest.mark.asyncio
+async def test_numbers_and_texts_can_be_recorded_and_nothing_else(
+    strategy: ar.OneDeviceStrategy,
+) -> None:
+    class Name(StrEnum):
+        LOSS = "loss"
+
+    def record(name: str, make_value: Callable[[], Any]) -> None:
+        ctx = ar.get_replica_context()
+        assert ctx is not None
+        ctx.record(name, make_value())
+
+    for make_value in (lambda: np.ones(3), threading.Lock):  # the second cannot be pickled
+        with pytest.raises(TypeError, match=r"Event 'loss' takes a number or a text"):
+            await run_op(strategy, record, "loss", make_value)
+    await run_op(strategy, record, "loss", lambda: np.ones(1))
+    await run_op(strategy, lambda: record(Name.LOSS, lambda: Name.LOSS))
+
+    scalars = strategy.events.events("scalar")
+    assert [(event.name, event.value) for event in scalars] == [("loss", 1.0), ("loss", "loss")]
 
 
 @pytest.mark.asyncio
