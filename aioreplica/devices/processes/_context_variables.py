@@ -6,6 +6,7 @@ the device process; of any other one the device process has a twin, known by num
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import warnings
@@ -18,23 +19,32 @@ import cloudpickle
 import numpy as np
 
 from ...context import (
+    AWAITED_BY,
+    BESIDE,
     CARRIER,
+    CLOSURE,
     CLUSTER,
+    CREATORS,
     DEVICE,
     DIFFERENTIATING,
     INLINE_STEP,
+    LOOP,
     OVERRIDES,
     PLACE,
     REGISTRY,
+    TRACE,
 )
 
+AnyVar: TypeAlias = "ContextVar[Any]"
+
 MAINS = {"__main__", "__mp_main__"}
-OWN = frozenset({CARRIER, CLUSTER, DEVICE, DIFFERENTIATING, INLINE_STEP, OVERRIDES, PLACE})
+OWN: frozenset[AnyVar] = frozenset({
+    AWAITED_BY, BESIDE, CARRIER, CLOSURE, CLUSTER, CREATORS, DEVICE, DIFFERENTIATING, INLINE_STEP,
+    LOOP, OVERRIDES, PLACE, TRACE,
+})  # fmt: skip
 IMMUTABLE = frozenset({bool, bytes, float, int, str, type(None)})
 NUMPY_ERRORS = "numpy.ufunc.extobj"  # travels as what `np.geterr` gives
 DECIMAL = "decimal_context"  # no module has the variable, only functions that read and set it
-
-AnyVar: TypeAlias = "ContextVar[Any]"
 
 
 @final
@@ -42,7 +52,7 @@ class VarName(NamedTuple):
     """Name by which another process finds a context variable.
 
     Attributes:
-        module: The module that it is a global of; None for a twin.
+        module: The module that it is a global of; None if there is none.
         name: Its name there, or what it was made with.
         number: Tells twins apart.
         default: Of a twin, pickled; None if it has none, or one that cannot be.
@@ -50,8 +60,8 @@ class VarName(NamedTuple):
 
     module: str | None
     name: str
-    number: int = 0
-    default: bytes | None = None
+    number: int
+    default: bytes | None
 
 
 @final
@@ -69,15 +79,16 @@ class VarNames:
             with self._lock:  # or two would get the number of one
                 found = self._names.get(var)
                 if found is None:
-                    found = self._names[var] = _search(var) or self._twin(var)
+                    found = self._names[var] = self._new_name(var)
         return found
 
-    def _twin(self, var: AnyVar) -> VarName:
+    def _new_name(self, var: AnyVar) -> VarName:
         try:
             default: bytes | None = cloudpickle.dumps(Context().run(var.get))
         except Exception:  # noqa: BLE001 - it has none, or one whose `__reduce__` raises
             default = None
-        return VarName(None, var.name, len(self._names) + 1, default)
+        module, name = _search(var) or (None, var.name)
+        return VarName(module, name, len(self._names) + 1, default)
 
 
 def var_names() -> VarNames:
@@ -86,16 +97,22 @@ def var_names() -> VarNames:
 
 
 def find_var(name: VarName) -> AnyVar:
-    """Return the variable of a name, in the device process; a twin is made once."""
+    """Return the variable of a name, in the device process.
+
+    A twin is made once. It stands for a global of a module that cannot be imported there, too.
+    """
+    twins = REGISTRY.once("context_variable_twins", dict[VarName, AnyVar])
+    if name in twins:
+        return twins[name]
     if name.module is not None:
-        found: AnyVar = getattr(import_module(name.module), name.name)
-        return found
-    twins = REGISTRY.once("context_variable_twins", dict[int, AnyVar])
-    if name.number not in twins:
-        default = name.default
-        options = {} if default is None else {"default": cloudpickle.loads(default)}
-        twins[name.number] = ContextVar(name.name, **options)
-    return twins[name.number]
+        with contextlib.suppress(Exception):  # whatever an import raises
+            found = getattr(import_module(name.module), name.name)
+            if isinstance(found, ContextVar):
+                return found
+    default = name.default
+    options = {} if default is None else {"default": cloudpickle.loads(default)}
+    twins[name] = ContextVar(name.name, **options)
+    return twins[name]
 
 
 @final
@@ -109,7 +126,7 @@ class ContextSender:
     def __init__(self, device_name: str) -> None:
         self._device_name = device_name
         self._sent: dict[AnyVar, tuple[object, bytes]] = {}
-        self._refused: set[AnyVar] = set()
+        self._refused: set[VarName] = set()
 
     def pack(self, context: Context) -> list[tuple[VarName, bytes]]:
         """Return the variables of a context that can be pickled, with their values.
@@ -128,34 +145,46 @@ class ContextSender:
             try:
                 data = cloudpickle.dumps(value)
             except Exception as error:  # noqa: BLE001 - whatever a `__reduce__` raises
-                self._refuse(var, value, error)
+                kind = type(value).__qualname__
+                why = f"its value (a {kind}) cannot be pickled: {error}"
+                self.refuse(var_names().name_of(var), why)
                 continue
             if type(value) in IMMUTABLE:
                 self._sent[var] = value, data
             packed.append((var_names().name_of(var), data))
         return packed
 
-    def _refuse(self, var: AnyVar, value: object, error: Exception) -> None:
-        if var in self._refused:
+    def refuse(self, name: VarName, why: str) -> None:
+        """Warn of a variable that does not reach ops, once."""
+        if name in self._refused:
             return
-        self._refused.add(var)
+        self._refused.add(name)
         warnings.warn(
-            f"Context variable {var.name!r} does not reach ops on {self._device_name}, whose lane "
-            f"is a device process: its value (a {type(value).__qualname__}) cannot be pickled: "
-            f"{error}. There it has its default.",
+            f"Context variable {name.name!r} does not reach ops on {self._device_name}, whose lane "
+            f"is a device process: {why}. There it has its default.",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
-def set_vars(packed: Sequence[tuple[VarName, bytes]]) -> None:
-    """Set what `ContextSender.pack` gave, in the current context of the device process."""
+def set_vars(packed: Sequence[tuple[VarName, bytes]]) -> list[tuple[VarName, str]]:
+    """Set what `ContextSender.pack` gave, in the current context of the device process.
+
+    Returns:
+        The variables that cannot be set there, and why.
+    """
+    refused = []
     for name, data in packed:
-        value = cloudpickle.loads(data)
-        if name.module is None and name.name == DECIMAL:
-            import_module("decimal").setcontext(value)
-        else:
-            find_var(name).set(value)
+        try:
+            value = cloudpickle.loads(data)
+            if name.module is None and name.name == DECIMAL:
+                import_module("decimal").setcontext(value)
+            else:
+                find_var(name).set(value)
+        except Exception as error:  # noqa: BLE001 - whatever building it raises
+            why = f"its value cannot be built there: {type(error).__name__}: {error}"
+            refused.append((name, why))
+    return refused
 
 
 def numpy_errors(context: Context) -> bytes | None:
@@ -172,13 +201,13 @@ def numpy_errors(context: Context) -> bytes | None:
 _DEFAULT_ERRORS: object = Context().run(np.geterr)
 
 
-def _search(var: AnyVar) -> VarName | None:
+def _search(var: AnyVar) -> tuple[str, str] | None:
     for module_name, module in list(sys.modules.items()):
         if module_name in MAINS:
             continue
         for name, thing in list(getattr(module, "__dict__", {}).items()):
             if thing is var:
-                return VarName(module_name, name)
+                return module_name, name
     return None
 
 

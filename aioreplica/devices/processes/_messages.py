@@ -138,6 +138,7 @@ class Reply(NamedTuple):
         warnings: Message, category (pickled) and place of every warning.
         records: What was logged, each pickled.
         recorded: What the op recorded with `ctx.record`.
+        refused: Context variables that could not be set, and why.
     """
 
     memory: Memory
@@ -148,3 +149,4 @@ class Reply(NamedTuple):
     warnings: Sequence[tuple[bytes, Where]]
     records: Sequence[bytes]
     recorded: Sequence[tuple[str, float | str]]
+    refused: Sequence[tuple[VarName, str]]

@@ -33,7 +33,7 @@ from threadpoolctl import ThreadpoolController
 from ...context import PLACE, REGISTRY, Place
 from ...tree import Array
 from .._logical import set_logical_devices
-from ._context_variables import set_vars
+from ._context_variables import MAINS, VarName, set_vars
 from ._messages import Memory, NewSegment, OpFailure, Reply, Request, Setup, Value, Where
 from ._parcel import Parcel, Reduced, Side, dumps, named, obstacle, pack, unpack
 from ._segments import Arena, Extent, Mappings, NoSharedMemoryError
@@ -107,6 +107,7 @@ class _OpServer:
         self._public = Mappings(is_readonly=True)
         self._blas_threads: int | None = None
         self._told = _Told(setup.log_levels)
+        self._refused: list[tuple[VarName, str]] = []  # context variables of the op
 
     def serve(self, message: bytes) -> bytes:
         request: Request = pickle.loads(message)
@@ -117,6 +118,7 @@ class _OpServer:
         for number in request.forgotten:
             self._forget(number)
         self._budget(request.blas_threads)
+        self._refused = []
         parcel, failure = Context().run(self._call, request)
         recorded = self._recorded()
         for stream in (sys.stdout, sys.stderr):
@@ -124,7 +126,7 @@ class _OpServer:
         told = self._told
         reply = Reply(
             self._new_memory(), self._own.take_released(), self._public.take_released(),
-            parcel, failure, told.take_warnings(), told.take_records(), recorded,
+            parcel, failure, told.take_warnings(), told.take_records(), recorded, self._refused,
         )  # fmt: skip
         return pickle.dumps(reply, protocol=5)
 
@@ -152,7 +154,7 @@ class _OpServer:
 
     def _enter(self, request: Request) -> None:
         """Set the context variables, in a context of the op's own."""
-        set_vars(request.context)
+        self._refused = set_vars(request.context)
         strategy = replica = None
         if request.strategy is not None:
             strategy = self._known[request.strategy]

@@ -213,6 +213,8 @@ class DeviceProcess:
             logger = logging.getLogger(record.name)
             if logger.isEnabledFor(record.levelno):
                 logger.handle(record)
+        for refused in reply.refused:
+            self._context.refuse(*refused)
         replica = op.place.replica
         try:
             for name, value in reply.recorded:

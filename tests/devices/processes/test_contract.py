@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import autograd.numpy as anp
@@ -187,6 +188,34 @@ async def test_context_variables_reach_the_op_and_changes_stay_there(
     assert first[:4] == ("red", "nested", "0.33333", "raise")
     assert after == "red"
     assert second[:4] == ("red", "nested", "0.33333", "warn")
+
+
+@pytest.mark.asyncio
+async def test_a_variable_of_a_module_that_cannot_be_imported_there_has_a_twin(
+    strategy: ar.OneDeviceStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin, request = (
+        ModuleType("loaded_from_a_file"),
+        contextvars.ContextVar("request", default="none"),
+    )
+    vars(plugin)["request_id"] = request
+    monkeypatch.setitem(sys.modules, plugin.__name__, plugin)
+    token = request.set("x")
+    try:
+        assert await run_op(strategy, pow, 2, 3) == 8
+        assert await run_op(strategy, lambda: request.get()) == "x"
+    finally:
+        request.reset(token)
+
+
+@pytest.mark.asyncio
+async def test_context_variables_of_the_library_stay_in_the_program(
+    strategy: ar.OneDeviceStrategy,
+) -> None:
+    with strategy.scope():
+        v = ar.Variable(1.0)
+    with strategy.extended.colocate_vars_with(v):
+        assert await run_op(strategy, pow, 2, 3) == 8
 
 
 @pytest.mark.asyncio

@@ -73,6 +73,13 @@ class Torn:
         raise OSError("image file is truncated")
 
 
+class Unloadable:
+    """Can be pickled, but its pickle cannot be built again."""
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return int, ("no number",)
+
+
 class StubbornError(Exception):
     """Can be pickled, but its pickle cannot be built again."""
 
@@ -175,6 +182,20 @@ async def test_context_variables_that_cannot_travel_are_named_once(
         with pytest.warns(RuntimeWarning, match=r"'request'.*a lock.*cpu:0|cpu:0.*"):
             assert await run_op(on_process, lambda: request.get()) is None
         assert await run_op(on_process, lambda: request.get()) is None
+    finally:
+        request.reset(token)
+
+
+@pytest.mark.asyncio
+async def test_a_context_variable_that_cannot_be_built_there_is_named_and_fails_no_op(
+    on_process: ar.OneDeviceStrategy,
+) -> None:
+    request: ContextVar[Any] = ContextVar("unloadable", default=None)
+    token = request.set(Unloadable())
+    try:
+        with pytest.warns(RuntimeWarning, match=r"'unloadable'.*built there: ValueError: invalid"):
+            assert await run_op(on_process, lambda: request.get()) is None
+        assert await run_op(on_process, pow, 2, 3) == 8
     finally:
         request.reset(token)
 
@@ -357,16 +378,16 @@ def test_lanes_that_meet_a_context_variable_at_once_give_it_one_name(
     names, pool = VarNames(), ThreadPoolExecutor(1)
     found: list[Future[VarName]] = []
 
-    make_twin = VarNames._twin
+    make_name = VarNames._new_name
 
     def overtaken(self: VarNames, var: ContextVar[int]) -> VarName:
-        made = make_twin(self, var)
+        made = make_name(self, var)
         if not found:  # another lane's thread asks before this one has kept its name
             found.append(pool.submit(names.name_of, others))
             wait(found, 0.1)
         return made
 
-    monkeypatch.setattr(VarNames, "_twin", overtaken)
+    monkeypatch.setattr(VarNames, "_new_name", overtaken)
     with pool:
         assert {names.name_of(mine).number, found[0].result(30).number} == {1, 2}
         assert names.name_of(others) == found[0].result(30)
