@@ -140,14 +140,20 @@ class Publications:
         for extent in self._newest.pop(number, {}).values():
             self.release(extent)
 
+    def collect(self) -> None:
+        """Forget what is gone, and have those told who know it."""
+        if self._dead:
+            with self.lock:
+                self._collect()
+
     def _collect(self) -> None:
-        """Forget what is gone; under the lock."""
         while self._dead:
             number = self._dead.popleft()
             self._retire(number)
             self._writes.pop(number, None)
             for reader in self._readers:
-                reader.forgotten.append(number)
+                if reader.knows(number):
+                    reader.forgotten.append(number)
 
 
 @final
@@ -208,6 +214,7 @@ class Reader:
 
     def take_forgotten(self) -> list[int]:
         """Return the names to forget."""
+        self._publications.collect()
         taken = [self.forgotten.popleft() for _ in range(len(self.forgotten))]
         for number in taken:
             self._known.discard(number)

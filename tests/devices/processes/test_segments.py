@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from aioreplica.devices._lane import Publication
 from aioreplica.devices.processes._link import _Process
+from aioreplica.devices.processes._publications import Publications
 from aioreplica.devices.processes._segments import Arena, Mappings
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="shared memory files")
@@ -67,3 +69,16 @@ def test_a_process_is_joined_by_the_program_that_made_it(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(os, "getpid", lambda: -1)  # as in a fork of the program
     process.join()
+
+
+def test_names_of_small_values_are_forgotten_too() -> None:
+    shared, thing = Publications(), np.ones(3)
+    reader, idle = shared.new_reader(), shared.new_reader()
+    number = shared.number_of(thing)
+    reader.was_told(number)
+    assert reader.value(number, Publication((1, 0), 1, thing.copy())) is not None
+
+    del thing
+
+    assert (reader.take_forgotten(), idle.take_forgotten()) == ([number], [])
+    assert not reader.knows(number)
