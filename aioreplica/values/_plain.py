@@ -60,6 +60,10 @@ class PublishedVariable(Variable):
         value.flags.writeable = False
         self._cell = Cell(0, (value,), 0, (value,), num_writes)
 
+    def _value_at(self, place: Place) -> Array:
+        """Return the one value, which is that of the op's replica."""
+        return self.components[0]
+
     def _write(self, verb: str, value: object, frame: FrameType) -> NoReturn:
         """Refuse: only the program writes its variables."""
         raise self._no_writes(verb)

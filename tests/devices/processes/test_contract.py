@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
+from aioreplica.cluster import LocalCommunicator
 
 colour: contextvars.ContextVar[str] = contextvars.ContextVar("colour", default="none")
 
@@ -353,6 +354,23 @@ async def test_ops_read_the_newest_values_of_variables_and_cannot_write_them(
         assert not rest[4]
     with pytest.raises(ValueError, match="read-only"):
         await run_op(strategy, spoil)
+
+
+@pytest.mark.asyncio
+async def test_ops_read_variables_of_a_strategy_that_cannot_be_pickled(
+    devices: tuple[str, str],
+) -> None:
+    (worker,) = LocalCommunicator.group(1)
+    async with ar.MultiWorkerMirroredStrategy(worker) as strategy:
+        with strategy.scope():
+            w = ar.Variable(np.arange(4.0))
+
+        async def step() -> float:
+            ctx = ar.get_replica_context()
+            assert ctx is not None
+            return await ctx.run_on_device(lambda: float(w.value.sum()))
+
+        assert strategy.local_results(await strategy.run(step)) == (6.0,) * len(devices)
 
 
 @pytest.mark.asyncio
