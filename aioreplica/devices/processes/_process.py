@@ -81,13 +81,13 @@ class DeviceProcess:
         """
         link = self._link or self._open(op)
         if link.has_ended():  # while it had nothing to do
-            link = self._reopen(op)
+            link = self._reopen(link, op)
         begin_s = perf_counter()
         try:
             message = self._message(link, op, fn, args, kwargs)
             future = link.executor.submit(serve, message)
         except (BrokenProcessPool, BrokenPipeError):  # it has ended just now
-            link = self._reopen(op)
+            link = self._reopen(link, op)
             message = self._message(link, op, fn, args, kwargs)
             future = link.executor.submit(serve, message)
         self._bytes_sent += len(message)
@@ -141,21 +141,30 @@ class DeviceProcess:
             strategy = link.number_of_strategy(place)
             stand_ins = link.stand_ins(place)
             link.find_values(values)
+            stand_in = None if place.replica is None else pickle.dumps(place.replica.stand_in())
         except BaseException as error:
             link.undo(parcel, stand_ins, values)
             if isinstance(error, NoSharedMemoryError):
                 raise self._no_memory(op, error) from error
             raise
-        replica = None if place.replica is None else pickle.dumps(place.replica.stand_in())
-        own = send_segments(link.socket, link.arena, link.announced)
         self._bytes_sent += parcel.num_bytes - len(parcel.payload)
         self._bytes_sent += sum(v.data.num_bytes for v in values if isinstance(v.data, Extent))
-        request = Request(
-            op.fn_name, own, link.public_memory(), link.results.take_released(),
-            link.reader.take_forgotten(), stand_ins, values, parcel, replica, strategy, context,
-            errors, self._blas_threads(),
-        )  # fmt: skip
-        return pickle.dumps(request, protocol=5)
+        try:
+            own = send_segments(link.socket, link.arena, link.announced)
+            request = Request(
+                op.fn_name, own, link.public_memory(), link.results.take_released(),
+                link.reader.take_forgotten(), stand_ins, values, parcel, stand_in, strategy,
+                context, errors, self._blas_threads(),
+            )  # fmt: skip
+            return pickle.dumps(request, protocol=5)
+        except BaseException as error:
+            self.close()  # descriptors are on their way that the next op would take for its own
+            if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+                raise self._device_error(
+                    f"Op {op.fn_name!r} was not sent to {self._device_name}: {error}. The device "
+                    "starts a new process for its next op."
+                ) from error
+            raise
 
     def _unsendable(
         self,
@@ -303,9 +312,7 @@ class DeviceProcess:
         self._link = link
         return link
 
-    def _reopen(self, op: AnyOp) -> ProcessLink:
-        dead = self._link
-        assert dead is not None  # it was found dead
+    def _reopen(self, dead: ProcessLink, op: AnyOp) -> ProcessLink:
         self.close()
         self._num_deaths += 1
         logging.getLogger("aioreplica.devices").warning(

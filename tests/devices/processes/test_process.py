@@ -354,6 +354,24 @@ async def test_a_value_is_published_once_for_each_version(
 
 @pytest.mark.slow
 @pytest.mark.asyncio
+async def test_descriptors_of_an_op_that_was_not_sent_are_not_those_of_the_next(
+    on_process: ar.OneDeviceStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_link: ProcessLink) -> None:
+        raise OSError(109, "Too many references")
+
+    pid = await run_op(on_process, os.getpid)
+    with monkeypatch.context() as patch:
+        patch.setattr(ProcessLink, "public_memory", refuse)
+        with pytest.raises(DeviceError, match=r"'len' was not sent to cpu:0: .*Too many refer"):
+            await run_op(on_process, len, np.ones(MiB))
+
+    assert await run_op(on_process, np.mean, np.full(MiB, 2.0)) == 2.0
+    assert await run_op(on_process, os.getpid) != pid
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
 async def test_without_shared_memory_the_op_is_named_and_the_device_lives(
     on_process: ar.OneDeviceStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
