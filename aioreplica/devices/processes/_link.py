@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any, final
 
@@ -65,6 +66,8 @@ class ProcessLink:
         )  # the device process inherits it
         try:
             with self._forks.lock:
+                resource_tracker.ensure_running()  # unmasks Ctrl-C, if the executor starts it
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
                 self.executor = ProcessPoolExecutor(
                     1, mp_context=context, initializer=start, initargs=(setup, theirs)
                 )

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import ContextVar
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Self
 
@@ -476,10 +477,16 @@ def test_ctrl_c_is_kept_from_a_device_process_until_it_ignores_it(
 ) -> None:
     """A process inherits the signals that are masked in the thread that starts it."""
     masks = []
+    started: list[bool] = []
+
+    def ensure_running() -> None:
+        if not started:
+            started.append(True)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     class Executor:
         def __init__(self, *_args: Any, **_options: Any) -> None:
-            pass
+            resource_tracker.ensure_running()  # for its semaphores
 
         def submit(self, _fn: Any) -> Any:
             masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
@@ -488,6 +495,7 @@ def test_ctrl_c_is_kept_from_a_device_process_until_it_ignores_it(
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     num_open = len([*Path("/proc/self/fd").iterdir()])
     monkeypatch.setattr("aioreplica.devices.processes._link.ProcessPoolExecutor", Executor)
+    monkeypatch.setattr(resource_tracker, "ensure_running", ensure_running)
     with pytest.raises(OSError, match="for you"):
         ProcessLink(devices[0])
     assert masks == [before | {signal.SIGINT}]
