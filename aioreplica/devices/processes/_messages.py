@@ -9,8 +9,8 @@ from ._context_variables import VarName
 from ._parcel import Parcel
 from ._segments import Extent
 
-Where: TypeAlias = tuple[str, int, str]
-"""Where a warning was raised: file, line and module."""
+Where: TypeAlias = tuple[str, int, str | None]
+"""Where a warning was raised: file, line, and module if it is known."""
 
 
 @final

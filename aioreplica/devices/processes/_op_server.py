@@ -279,6 +279,26 @@ def _remake(
 
 
 @final
+class ModuleNames:
+    """The names of modules by their files, each searched for once."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str | None] = {}
+
+    def of_file(self, filename: str) -> str | None:
+        """Return the name of the module that was imported from a file; None if none was."""
+        if filename not in self._names:
+            found = (
+                name
+                for name, module in list(sys.modules.items())
+                if getattr(module, "__dict__", {}).get("__file__") == filename
+            )
+            name = next(found, None)
+            self._names[filename] = "__main__" if name in MAINS else name
+        return self._names[filename]
+
+
+@final
 class _Told:
     """Warnings and log records of ops, kept until the next reply.
 
@@ -288,6 +308,7 @@ class _Told:
 
     def __init__(self, log_levels: dict[str, int]) -> None:
         self._warnings: list[tuple[bytes, Where]] = []
+        self._modules = ModuleNames()
         self._handler = _Records()
         for name, level in log_levels.items():
             logging.getLogger(name or None).setLevel(level)
@@ -317,7 +338,7 @@ class _Told:
             data = cloudpickle.dumps(message)
         except Exception:  # noqa: BLE001 - its words can be sent in any case
             data = cloudpickle.dumps(RuntimeWarning(f"{category.__qualname__}: {message}"))
-        self._warnings.append((data, (filename, lineno, category.__module__)))
+        self._warnings.append((data, (filename, lineno, self._modules.of_file(filename))))
 
 
 @final

@@ -28,7 +28,7 @@ from .._op import AnyOp
 from ._context_variables import ContextSender, numpy_errors
 from ._link import ProcessLink
 from ._messages import OpFailure, Reply, Request, Value
-from ._op_server import receive_segments, send_segments, serve
+from ._op_server import ModuleNames, receive_segments, send_segments, serve
 from ._parcel import Parcel, obstacle, pack, unpack
 from ._segments import Extent, NoSharedMemoryError
 
@@ -63,6 +63,7 @@ class DeviceProcess:
         self._device_name = device_name
         self._blas_threads = blas_threads
         self._context = ContextSender(device_name)
+        self._modules = ModuleNames()
         self._link: ProcessLink | None = None
         self._is_stopped = False
         self._num_deaths = 0
@@ -236,7 +237,8 @@ class DeviceProcess:
         for data, (filename, line, module) in reply.warnings:
             registry = _warnings_shown().setdefault(filename, {})
             warning = pickle.loads(data)
-            warnings.warn_explicit(warning, type(warning), filename, line, module, registry)
+            where = module or self._modules.of_file(filename)
+            warnings.warn_explicit(warning, type(warning), filename, line, where, registry)
         return result
 
     def _unpacked(
