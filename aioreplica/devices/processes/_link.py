@@ -168,7 +168,17 @@ class ProcessLink:
         return self.results.view(extent)
 
     def find(self, name: int | str) -> object:
-        """Return what a name stands for here."""
+        """Return what a name stands for here.
+
+        Raises:
+            LookupError: If the op was not given it.
+        """
+        if name not in self.names:
+            what = "the replica context" if name == REPLICA else "a variable or strategy"
+            raise LookupError(
+                f"it has {what}, which the op was not given. Return values from the op, or pass "
+                "the object to it as an argument"
+            )
         return self.names[name]
 
 

@@ -304,6 +304,8 @@ async def test_records_logs_and_warnings_of_an_op_arrive(
 async def test_a_warning_that_is_an_error_fails_the_op(strategy: ar.OneDeviceStrategy) -> None:
     with pytest.raises(UserWarning, match="odd"):
         await run_op(strategy, lambda: warnings.warn("odd", UserWarning, stacklevel=1))
+
+
 @pytest.mark.asyncio
 async def test_filters_by_module_judge_warnings_of_ops(strategy: ar.OneDeviceStrategy) -> None:
     with warnings.catch_warnings():

@@ -56,6 +56,14 @@ def keep(array: Any) -> float:
     return float(array.sum())
 
 
+def hold(thing: Any) -> None:
+    kept.append(thing)
+
+
+def let_go() -> Any:
+    return kept.pop()
+
+
 def what_is_kept() -> list[float]:
     return [float(array.sum()) for array in kept]
 
@@ -130,6 +138,20 @@ async def test_an_os_error_of_pickling_is_not_taken_for_lack_of_memory(
         await run_op(on_process, id, Torn())
     with pytest.raises(TypeError, match=r"Op 'Torn'.*its result .*truncated"):
         await run_op(on_process, Torn)
+
+
+@pytest.mark.asyncio
+async def test_what_comes_back_by_name_must_have_been_given(
+    on_process: ar.OneDeviceStrategy,
+) -> None:
+    with on_process.scope():
+        v = ar.Variable(1.0)
+
+    await run_op(on_process, hold, v)
+    with pytest.raises(TypeError, match=r"'let_go'.*has a variable .*was not given"):
+        await run_op(on_process, let_go)
+    with pytest.raises(TypeError, match=r"has the replica context, .*was not given"):
+        await run_op(on_process, lambda: ar.get_replica_context())
 
 
 @pytest.mark.asyncio
