@@ -98,7 +98,7 @@ def test_a_save_at_any_time_is_a_cut_between_steps(is_looped: bool) -> None:
         assert training.sum.value == TOTAL
         await finishes_from(files, is_looped=is_looped)
 
-    art.explore(main, schedules=60).check()
+    art.explore(main, schedules=25).check()
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_saves_cancellations_and_closing_against_each_other() -> None:
             await writer.save(3, {"v": v})  # what a save cancelled at its end has left is removed
         assert writer.steps() == (3,)
 
-    art.explore(main, schedules=150).check()
+    art.explore(main, schedules=60).check()
 
 
 @pytest.mark.slow

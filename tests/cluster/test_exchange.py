@@ -218,7 +218,7 @@ def summand(rank: int, index: int) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.explore(schedules=60)
+@pytest.mark.explore(schedules=25)
 @pytest.mark.parametrize("num_workers", [2, 3])
 async def test_reductions_that_are_queued_go_together_as_far_as_all_have_them(
     num_workers: int,

@@ -91,7 +91,7 @@ SLOW = {"a ring of started calls", "groups started crosswise"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in FINISH]
+    "name", [pytest.param(n, marks=[pytest.mark.xslow] * (n in SLOW)) for n in FINISH]
 )
 def test_programs_that_can_finish_do_in_every_order(name: str) -> None:
     assert can_finish(FINISH[name])

@@ -12,7 +12,7 @@ from tests.testing import programs
 SEEDS = 20
 NEVER_END = (programs.polite_pair, programs.spin_on_lost_flag)
 QUICK = [program for program in programs.BUGGY if program not in NEVER_END]
-ENDLESS = [pytest.param(program, marks=pytest.mark.slow) for program in NEVER_END]
+ENDLESS = [pytest.param(program, marks=pytest.mark.xslow) for program in NEVER_END]
 DEPTH_1_OR_2 = [p for p in programs.BUGGY if p.__name__ not in {"three_way", "polite_pair"}]
 
 

@@ -230,7 +230,7 @@ def run_pytest(folder: Path, *options: str) -> str:
     return result.stdout + result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.xslow
 def test_a_marked_test_is_explored_and_replayed(tmp_path: Path) -> None:
     output = run_pytest(tmp_path, f"--ar-timeline={tmp_path / 'pages'}")
 

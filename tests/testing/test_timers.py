@@ -289,8 +289,8 @@ async def polls_until_timers_have_fired(num_timers: int) -> None:
 @pytest.mark.parametrize(
     ("fidelity", "num_timers"),
     [
-        ("adversarial", 3),
-        pytest.param("asyncio", 3, marks=pytest.mark.xslow),
+        pytest.param("adversarial", 3, marks=pytest.mark.xslow),
+        ("asyncio", 3),
         pytest.param("asyncio", 40, marks=pytest.mark.xslow),
         pytest.param("reorder", 40, marks=pytest.mark.xslow),
         pytest.param("reorder", 3, marks=pytest.mark.xslow),

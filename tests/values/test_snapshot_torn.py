@@ -201,7 +201,7 @@ async def read_during_steps(
 
 @pytest.mark.slow
 @pytest.mark.asyncio
-@pytest.mark.parametrize("size", [3, 1000])
+@pytest.mark.parametrize("size", [3, pytest.param(1000, marks=pytest.mark.xslow)])
 async def test_a_thousand_snapshots_during_a_thousand_steps_are_never_torn(
     gang: ar.Strategy, size: int
 ) -> None:
