@@ -1,13 +1,17 @@
 """The whole suite runs on all cores; doctests of packages that are missing are left out."""
 
 import os
+from collections.abc import Generator
 from importlib.util import find_spec
+from pathlib import Path
 from zlib import crc32
 
 import pytest
+from _pytest.doctest import DoctestModule
 
 from aioreplica.devices._cores import num_cores
 
+TESTS = Path(__file__).with_name("tests")
 MAX_PROCESSES = 8
 """More would begin for longer than they run."""
 
@@ -37,8 +41,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     part, _, parts = os.environ.get("AIOREPLICA_TEST_PART", "0/1").partition("/")
     if int(parts) > 1:
         chosen = [item for item in items if crc32(item.nodeid.encode()) % int(parts) == int(part)]
-        config.hook.pytest_deselected(items=[item for item in items if item not in {*chosen}])
+        config.hook.pytest_deselected(items=list({*items}.difference(chosen)))
         items[:] = chosen
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(
+    file_path: Path,
+) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Look for doctests in the package only: looking takes longer than importing a test module."""
+    found = yield
+    if TESTS not in file_path.parents:
+        return found
+    return [each for each in found if not isinstance(each, DoctestModule)]
 
 
 @pytest.hookimpl(optionalhook=True)
