@@ -10,11 +10,9 @@ from threading import get_ident
 from types import FrameType
 from typing import TypeAlias, TypeVar, final, overload
 
-import numpy as np
-
 from ..collectives import CommunicationOptions, Turn, no_data, require_axis, require_options
 from ..context import PLACE
-from ..tree import Array, Tree, flatten
+from ..tree import Array, Tree
 from ..typing import OpName, ReduceOp
 from ..values import PerReplica, Variable
 from ._exchanges import ALL_GATHER, ALL_TO_ALL, BROADCAST, Along
@@ -30,8 +28,9 @@ from ._reductions import (
     payload_along,
     payload_of,
     payload_of_numbers,
+    read_argument,
 )
-from ._signature import value_text
+from ._signature import equal_values, value_text
 
 T = TypeVar("T")
 Op: TypeAlias = ReduceOp | OpName
@@ -325,18 +324,31 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
 
     def any(self, flag: object) -> Coroutine[object, None, bool]:
         """Tell every replica whether the flag is true on at least one; for stopping together."""
-        return self._call(ANY, None, (bool(flag),), None, sys._getframe(1))
+        return self._call(ANY, None, (self._flag(flag, "any"),), None, sys._getframe(1))
 
     def all(self, flag: object) -> Coroutine[object, None, bool]:
         """Tell every replica whether the flag is true on all of them."""
-        return self._call(ALL, None, (bool(flag),), None, sys._getframe(1))
+        return self._call(ALL, None, (self._flag(flag, "all"),), None, sys._getframe(1))
 
-    def agree(self, value: T) -> Coroutine[object, None, T]:
+    @overload
+    def agree(self, value: Variable) -> Awaited[Array]: ...
+    @overload
+    def agree(self, value: PerReplica[T]) -> Awaited[T]: ...
+    @overload
+    def agree(self, value: T) -> Awaited[T]: ...
+    def agree(self, value: Tree) -> Coroutine[object, None, Tree]:
         """Check that all replicas hold equal values, and return the value.
 
-        A different value is a MergeMismatchError that shows both. NaN equals NaN.
+        A different value is a MergeMismatchError that shows both. NaN equals NaN. Arrays are
+        compared element by element, with their dtypes and shapes.
         """
-        return self._call(AGREE, None, (value,), None, sys._getframe(1))
+        own = read_argument(value, "agree", self._waiter.home)
+        return self._call(AGREE, None, (own,), None, sys._getframe(1))
+
+    def _flag(self, flag: object, where: str) -> bool:
+        if type(flag) is bool:
+            return flag
+        return bool(read_argument(flag, where, self._waiter.home))
 
     def _call(
         self,
@@ -437,7 +449,7 @@ class Agree(Collective):
 
     def agrees(self, first: Call, call: Call) -> bool:
         """Tell whether the values are equal; NaN equals NaN."""
-        return _equal_trees(first.args[0], call.args[0])
+        return equal_values(first.args[0], call.args[0])
 
     def difference(self, first: Call, call: Call) -> str | None:
         """Show both values."""
@@ -499,25 +511,6 @@ class Decision(Collective):
     def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts:
         """Decide once for all."""
         return [self._decide([call.args[0] for call in calls])] * len(calls)
-
-
-def _equal_trees(first: object, other: object) -> bool:
-    leaves, spec = flatten(first)
-    other_leaves, other_spec = flatten(other)
-    if spec != other_spec:
-        return False
-    return all(_equal_leaves(a, b) for a, b in zip(leaves, other_leaves, strict=True))
-
-
-def _equal_leaves(a: object, b: object) -> bool:
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, (np.ndarray, np.generic, float, complex)):
-        x, y = np.asarray(a), np.asarray(b)
-        if x.dtype != y.dtype or x.shape != y.shape:
-            return False
-        return bool(np.array_equal(x, y, equal_nan=x.dtype.kind in "fc"))
-    return bool(a == b)
 
 
 AGREE = Agree("agree")

@@ -45,7 +45,7 @@ HandOut: TypeAlias = Callable[[Sequence[Call], Sequence[Any]], Parts]
 
 def payload_of(value: object, where: str, place: Place | None = None) -> Payload:
     """Take a pytree apart, whose distributed values are read where the replica runs."""
-    leaves, spec = flatten(_read(value, where, place))
+    leaves, spec = flatten(read_argument(value, where, place))
     return leaves, spec, None
 
 
@@ -67,7 +67,7 @@ def payload_of_numbers(
     if type(value) is np.ndarray and value.dtype.kind in _NUMERIC:
         return [value], LEAF_SPEC, None
     known = flatten_arrays(value)
-    leaves, spec = flatten_summands(_read(value, where, place)) if known is None else known
+    leaves, spec = flatten_summands(read_argument(value, where, place)) if known is None else known
     if known is not None or (len(leaves) > 1 and set(map(type, leaves)) == _ARRAYS):
         dtypes = list(map(_dtype_of, leaves))
         few = dtypes[:1] if dtypes.count(dtypes[0]) == len(dtypes) else set(dtypes)
@@ -85,13 +85,13 @@ def payload_along(value: object, axis: int, where: str, place: Place | None = No
         TypeError: If a leaf is sparse.
         ValueError: If a leaf has no such axis.
     """
-    leaves, spec = flatten(_read(value, where, place))
+    leaves, spec = flatten(read_argument(value, where, place))
     for leaf in leaves:
         require_axis(leaf, axis, where)
     return leaves, spec, None
 
 
-def _read(value: object, where: str, place: Place | None) -> object:
+def read_argument(value: object, where: str, place: Place | None) -> object:
     """Read distributed values; elsewhere than in a replica the call will be refused anyway."""
     place = place or PLACE.get()
     return value if place.replica is None else read_at(value, place, where)

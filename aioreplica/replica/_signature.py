@@ -20,7 +20,7 @@ from array_api_compat import is_array_api_obj
 from ..collectives import sent_text
 from ..devices.backends import backend_of
 from ..tree import LEAF_SPEC, describe_structure, flatten
-from ..values import Variable
+from ..values import IndexedSlices, Variable, is_floating
 
 
 def payload_signature(leaves: Sequence[object], spec: Any, leaf_text: Callable[[Any], str]) -> str:
@@ -81,6 +81,13 @@ def value_text(value: object) -> str:
     return payload_signature(leaves, spec, _equal_text)
 
 
+def equal_values(first: object, other: object) -> bool:
+    """Tell whether two values are equal: structures, dtypes, shapes and numbers; NaN equals NaN."""
+    leaves, spec = flatten(first)
+    other_leaves, other_spec = flatten(other)
+    return spec == other_spec and all(map(_equal_leaves, leaves, other_leaves))
+
+
 def _argument_text(value: object) -> str:
     leaves, spec = flatten(value)
     return payload_signature(leaves, spec, _constant_text)
@@ -97,12 +104,61 @@ def _constant_text(leaf: object) -> str:
 
 
 def _equal_text(leaf: object) -> str:
-    if isinstance(leaf, (np.ndarray, np.generic, float, complex)):
-        array = np.asarray(leaf) + 0  # 0.0 and -0.0 are equal
-        if not array.ndim:
-            return f"{type(leaf).__name__} {array.item()!r}"
+    parts = _parts(leaf)
+    if len(parts) > 1:
+        return f"{type(leaf).__name__} of {', '.join(map(_equal_text, parts))}"
+    found = _array_of(leaf)
+    if found is not None:
+        array = _with_one_nan(found)
+        text = f"{type(leaf).__name__} {array_text(leaf, array.shape)}"
+        if not array.ndim or array.dtype.char in "OTgG":  # whose bytes are addresses, or have gaps
+            return f"{text} {array.tolist()!r}"
         digest = blake2b(np.ascontiguousarray(array).tobytes(), digest_size=8).hexdigest()
-        return f"{array.dtype}{list(array.shape)} #{digest}"
+        return f"{text} #{digest}"
     if isinstance(leaf, (str, bytes, bool, int, Enum)) or leaf is None:
         return repr(leaf)
+    if isinstance(leaf, (set, frozenset)):  # which have another order in each process
+        return f"{type(leaf).__name__} {sorted(map(repr, leaf))}"
     return _constant_text(leaf) if _constant_text(leaf) != "*" else repr(leaf)
+
+
+def _equal_leaves(a: object, b: object) -> bool:
+    if type(a) is not type(b):
+        return False
+    ours, theirs = _parts(a), _parts(b)
+    if len(ours) > 1:
+        return all(map(_equal_leaves, ours, theirs))
+    x, y = _array_of(a), _array_of(b)
+    if x is None or y is None:
+        return bool(a == b)
+    if array_text(a, x.shape) != array_text(b, y.shape):
+        return False
+    return bool(np.array_equal(x, y, equal_nan=x.dtype.kind in "fcmM"))
+
+
+def _parts(leaf: object) -> tuple[object, ...]:
+    """Return what a leaf that is more than one array consists of, else the leaf alone."""
+    if isinstance(leaf, IndexedSlices):
+        return leaf.values, leaf.indices, leaf.dense_shape
+    if isinstance(leaf, np.ma.MaskedArray):
+        return np.ma.getmaskarray(leaf), leaf.filled(np.zeros((), leaf.dtype).item())
+    return (leaf,)
+
+
+def _array_of(leaf: Any) -> np.ndarray[Any, Any] | None:
+    """Return an array of any library, or a number with a point, as NumPy's; None for the rest."""
+    if isinstance(leaf, (np.ndarray, np.generic, float, complex)):
+        array = np.asarray(leaf)
+    elif is_array_api_obj(leaf):
+        array = backend_of(leaf).get(leaf)
+    else:
+        return None
+    is_half = array.dtype.kind == "V" and is_floating(array.dtype)  # bfloat16 of jax
+    return array.astype(np.float32) if is_half else array
+
+
+def _with_one_nan(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return an array whose NaNs have the same bits, and whose zeros have no sign."""
+    if array.dtype.kind not in "fc":
+        return array
+    return np.asarray(np.where(np.isnan(array), array.dtype.type(np.nan), array) + 0)

@@ -103,6 +103,25 @@ async def test_any_and_all(gang: ar.MirroredStrategy, position: int | None) -> N
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("position", [None, 0, 1])
+@pytest.mark.parametrize("is_blocking", [False, True])
+async def test_flags_in_distributed_values_are_those_of_the_replica(
+    gang: ar.MirroredStrategy, position: int | None, is_blocking: bool
+) -> None:
+    true = [i == position for i in range(gang.num_replicas_in_sync)]
+    flags = ar.PerReplica(true)
+
+    async def step() -> tuple[bool, bool]:
+        return await me().any(flags), await me().all(flags)
+
+    def plain() -> tuple[bool, bool]:
+        return me().blocking.any(flags), me().blocking.all(flags)
+
+    for result in gang.local_results(await gang.run(plain if is_blocking else step)):
+        assert result == (any(true), all(true))
+
+
+@pytest.mark.asyncio
 async def test_one_replica_decides_alone(solo: ar.OneDeviceStrategy) -> None:
     async def step() -> None:
         for flag in (True, False):
@@ -156,3 +175,38 @@ async def test_different_values_are_a_mismatch_that_shows_both(
 
     assert f"values {ours!r} and {theirs!r} differ" in str(caught.value)
     assert "agree #1" in caught.value.rows[0].collective
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ["PerReplica", "variable"])
+async def test_agree_reads_distributed_values_where_the_replica_runs(
+    gang: ar.MirroredStrategy, kind: str
+) -> None:
+    async def create() -> ar.Variable:
+        own = await me().variable(np.zeros(3, "i8"), synchronization="on_read", aggregation="sum")
+        await own.assign(np.full(3, my_id()))
+        return own
+
+    size = gang.num_replicas_in_sync
+    value: Any = await gang.run(create) if kind == "variable" else None
+    if value is None:
+        value = ar.PerReplica([np.full(3, i) for i in range(size)])
+
+    async def step() -> None:
+        await me().agree(value)
+
+    with pytest.raises(MergeMismatchError, match=r"values array\(\[0, 0, 0\]\) and array"):
+        await gang.run(step)
+
+
+@pytest.mark.asyncio
+async def test_agree_gives_the_value_of_a_mirrored_variable(gang: ar.MirroredStrategy) -> None:
+    with gang.scope():
+        weights = ar.Variable(np.arange(3.0))
+
+    async def step() -> Any:
+        return await me().agree({"w": weights})
+
+    for result in gang.local_results(await gang.run(step)):
+        assert isinstance(result["w"], np.ndarray)
+        assert result["w"].tolist() == [0, 1, 2]
