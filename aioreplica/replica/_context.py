@@ -456,8 +456,11 @@ class RunningReplica:
 
     def stand_in(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         """Return what ops in a device process get in its place: a call, and its arguments."""
+        across = self.group.point.everyone.across
+        num_replicas = self.group.num_replicas if across is None else across.num_replicas
         told = (
-            self.local_replica_id, self.group.num_replicas, str(self.device), self.seed, self.step
+            self.replica_id_in_sync_group, self.local_replica_id, num_replicas, str(self.device),
+            self.seed, self.step,
         )  # fmt: skip
         return ProcessContext, told
 

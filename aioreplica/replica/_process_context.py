@@ -20,8 +20,9 @@ class ProcessContext:
     has to meet other replicas, or reach the event loop, is a ContextError that says so.
 
     Args:
-        replica_id: Index of the replica.
-        num_replicas: How many there are.
+        replica_id: Index of the replica, among those of all workers.
+        local_replica_id: Its index among the replicas of its worker.
+        num_replicas: How many there are, of all workers.
         device_name: Its device.
         seed: Of the run.
         step: Number of the step.
@@ -31,6 +32,7 @@ class ProcessContext:
     def __init__(
         self,
         replica_id: int,
+        local_replica_id: int,
         num_replicas: int,
         device_name: str,
         seed: int,
@@ -38,6 +40,7 @@ class ProcessContext:
         strategy: object,
     ) -> None:
         self.replica_id_in_sync_group = replica_id
+        self.local_replica_id = local_replica_id
         self.num_replicas_in_sync = num_replicas
         self.device_name = device_name
         self.strategy = strategy

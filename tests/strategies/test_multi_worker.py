@@ -11,6 +11,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.cluster import ClusterResolver, LocalCommunicator
+from aioreplica.context import PLACE
 from aioreplica.errors import ContextError, MergeMismatchError, OutOfSyncError
 from aioreplica.strategies import MultiWorkerMirroredStrategy
 from tests.sequencer import idle
@@ -65,6 +66,29 @@ async def test_random_numbers_are_those_of_as_many_replicas_in_one_process() -> 
         expected = await program(strategy)
     first, second = await on_workers(2, 2, program)
     assert (*first, *second) == expected
+
+
+async def test_ops_in_device_processes_know_the_ids_among_all_workers() -> None:
+    """Their context is made there of what the replica tells."""
+
+    def seen(ctx: Any) -> Any:
+        return ctx.replica_id_in_sync_group, ctx.num_replicas_in_sync, ctx.rng("dropout").random()
+
+    async def step() -> Any:
+        own = PLACE.get().replica
+        assert own is not None
+        make, told = own.stand_in()
+        there: Any = make(*told, None)
+        assert there.local_replica_id == own.local_replica_id
+        return seen(there), seen(me())
+
+    async def program(strategy: Strategy) -> Any:
+        return strategy.local_results(await strategy.run(step))
+
+    found = [pair for of_one in await on_workers(2, 2, program) for pair in of_one]
+
+    assert [there for there, _ in found] == [here for _, here in found]
+    assert [ids for (*ids, _), _ in found] == [[i, 4] for i in range(4)]
 
 
 async def test_records_are_shown_by_the_first_worker_only() -> None:
