@@ -310,14 +310,22 @@ def update_variable(
         raise ValueError(
             f"update takes args as a tuple or list, got {args!r}. Write args=(value,) for one."
         )
-    return partial(_update, bool(group)), (var, fn, tuple(args), kwargs or {}, f"group={group}")
+    merged = var, _told_apart(fn), tuple(args), kwargs or {}, f"group={group}"
+    return partial(_update, bool(group), fn), merged
+
+
+def _told_apart(fn: object) -> object:
+    """Return what of a callable is compared between replicas: its function, else its type."""
+    wrapped = _unwrap(fn)
+    return wrapped if hasattr(wrapped, "__name__") else type(wrapped)
 
 
 def _update(
     group: bool,
+    fn: Callable[..., object],
     _strategy: object,
     var: Variable,
-    fn: Callable[..., object],
+    _told: object,
     args: tuple[object, ...],
     kwargs: dict[str, Any],
     _text: str,

@@ -365,3 +365,65 @@ async def test_arguments_must_be_a_tuple_or_list(strategy: ar.Strategy) -> None:
                 me().merge_call(lambda *_: None, bad)
 
     await strategy.run(step)
+
+
+# ---- functions that update variables -----------------------------------------------------------
+
+
+class Decay:
+    """A function with a state, as an object."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def __call__(self, v: Any, x: float) -> Any:
+        return v.assign_sub(self.rate * x)
+
+
+def decay(v: Any, x: float, rate: float) -> Any:
+    return v.assign_sub(rate * x)
+
+
+CALLABLES: dict[str, Callable[[], Any]] = {
+    "partial": lambda: functools.partial(decay, rate=0.5),
+    "partial of a lambda": lambda: functools.partial(lambda v, x: v.assign_sub(0.5 * x)),
+    "object": lambda: Decay(0.5),
+    "method": lambda: Decay(0.5).__call__,
+}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("is_blocking", [False, True])
+@pytest.mark.parametrize("kind", CALLABLES)
+async def test_anything_that_can_be_called_updates_a_variable(
+    strategy: ar.Strategy, kind: str, is_blocking: bool
+) -> None:
+    with strategy.scope():
+        variable = ar.Variable(10.0)
+
+    async def step() -> None:
+        await me().update(variable, CALLABLES[kind](), (4.0,))
+
+    def plain() -> None:
+        me().blocking.update(variable, CALLABLES[kind](), (4.0,))
+
+    await strategy.run(plain if is_blocking else step)
+
+    assert variable.value == 8.0
+    await strategy.check_in_sync([variable])
+
+
+@pytest.mark.asyncio
+async def test_partials_and_objects_of_different_functions_are_a_mismatch(
+    gang: ar.MirroredStrategy,
+) -> None:
+    with gang.scope():
+        variable = ar.Variable(10.0)
+
+    async def step() -> None:
+        fn = functools.partial(decay, rate=0.5) if my_id() else Decay(0.5)
+        await me().update(variable, fn, (4.0,))
+
+    with pytest.raises(MergeMismatchError, match=r"argument 1 is .*ecay"):
+        await gang.run(step)
+    assert variable.value == 10.0
