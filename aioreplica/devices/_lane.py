@@ -10,9 +10,10 @@ import os
 import threading
 from collections import deque
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
+from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, final
 
 from ..context import REGISTRY
@@ -218,9 +219,10 @@ class Lane:
                     self._process.stop()
 
     def join(self, timeout_s: float) -> None:
-        """Wait for each thread, at most `timeout_s` seconds."""
-        for thread in self._threads:
-            thread.join(timeout_s)
+        """Wait for the threads, at most `timeout_s` seconds in all."""
+        deadline = monotonic() + timeout_s
+        for thread in self._threads.copy():  # one that gives the lane back is taken out meanwhile
+            thread.join(max(0.0, deadline - monotonic()))
 
     def statistics(self) -> LaneStatistics:
         """Return counts of queued, running and finished ops, and the busy time."""

@@ -324,6 +324,35 @@ async def test_an_idle_thread_keeps_nothing_of_the_last_op_alive(lane: Lane, run
 
 
 @pytest.mark.asyncio
+async def test_all_busy_threads_of_a_lane_are_joined_within_one_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lane, may_end, both = Lane("test:busy", num_streams=2), threading.Event(), threading.Barrier(3)
+
+    def busy() -> bool:
+        both.wait(LIMIT_S)
+        return may_end.wait(LIMIT_S)
+
+    ops, now_s, waited = [put(lane, busy), put(lane, busy)], [0.0], []
+
+    def join(_thread: threading.Thread, timeout: float) -> None:
+        waited.append(timeout)
+        now_s[0] += timeout
+
+    both.wait(LIMIT_S)
+    lane.stop()
+    with monkeypatch.context() as patch:
+        patch.setattr("aioreplica.devices._lane.monotonic", lambda: now_s[0])
+        patch.setattr(threading.Thread, "join", join)
+        lane.join(0.5)
+
+    assert waited == [0.5, 0.0]
+    may_end.set()
+    assert [await op for op in ops] == [True, True]
+    lane.join(LIMIT_S)
+
+
+@pytest.mark.asyncio
 async def test_a_thread_that_could_not_start_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
