@@ -247,9 +247,10 @@ class ReplicaContext(Collectives):
         own = self._own
         if own.group.is_aborted:
             raise asyncio.CancelledError
-        lane = own.lane or own.find_lane()
-        assert own.completions is not None  # find_lane sets it
-        return Op(own.completions, fn, args, kwargs, lane, own.group.ops)
+        lane, completions = own.lane, own.completions
+        if lane is None or completions is None:
+            lane, completions = own.find_lane()
+        return Op(completions, fn, args, kwargs, lane, own.group.ops)
 
     def rng(self, name: str) -> np.random.Generator:
         """Return this replica's random stream of this name for this step.
@@ -314,7 +315,7 @@ class RunningReplica:
         local_replica_id: Index among the replicas of this process, and so of its component of a
             value.
         waiter: How it waits as a task.
-        lane: Where its ops go; None before the first one.
+        lane: Where its ops go; None before the first one, and outside every run.
     """
 
     __slots__ = (
@@ -385,12 +386,13 @@ class RunningReplica:
         """Tracker of the ops of this run that are in flight."""
         return self.group.ops
 
-    def find_lane(self) -> Lane:
-        """Find where its ops go, at the first one."""
-        if self.completions is None:
-            self.completions = CompletionQueue.of_running_loop()
-        self.lane = lane_table().lane(self.device_name or HOST)
-        return self.lane
+    def find_lane(self) -> tuple[Lane, CompletionQueue]:
+        """Find where its ops go, at the first one, and what brings their results back."""
+        lane = lane_table().lane(self.device_name or HOST)
+        if self.completions is None:  # outside every run, in one event loop after another
+            return lane, CompletionQueue.of_running_loop()
+        self.lane = lane
+        return lane, self.completions
 
     def rng(self, name: str) -> np.random.Generator:
         """Return its random stream of this name for this step."""

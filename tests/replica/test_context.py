@@ -202,6 +202,17 @@ async def test_variables_are_not_made_in_a_replica(strategy: ar.Strategy) -> Non
         await strategy.run(step)
 
 
+def test_the_default_context_runs_ops_in_one_event_loop_after_another() -> None:
+    ctx, calls = me(), list[int]()
+
+    async def main() -> int:
+        calls.append(await ctx.run_on_device(pow, 2, 3))
+        return int(await ctx.all_reduce("sum", 1))
+
+    assert [asyncio.run(main()) for _ in range(2)] == [1, 1]
+    assert calls == [8, 8]
+
+
 # ---- device ops and randomness ------------------------------------------------------------------
 
 
