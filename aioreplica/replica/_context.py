@@ -18,7 +18,7 @@ from ..tree import Tree
 from ..values import Variable
 from ._blocking import BlockingContext
 from ._collectives import Collectives, group_of
-from ._errors import misuse_error
+from ._errors import foreign_error, misuse_error
 from ._group import ReplicaGroup
 from ._meeting import Call, Collective, new_call
 from ._meeting_point import TaskWaiter
@@ -255,14 +255,25 @@ class ReplicaContext(Collectives):
     def rng(self, name: str) -> np.random.Generator:
         """Return this replica's random stream of this name for this step.
 
+        Raises:
+            TypeError: If `name` is not a str.
+            ContextError: If called outside this replica.
+
         Determinism:
             Keyed by (seed, step, replica id, name): asking twice gives the same numbers, so use
             one name per purpose.
         """
+        self._require_own("rng")
         return self._own.rng(name)
 
     def shared_rng(self, name: str) -> np.random.Generator:
-        """Return a random stream that is the same on every replica: keyed by seed, step, name."""
+        """Return a random stream that is the same on every replica: keyed by seed, step, name.
+
+        Raises:
+            TypeError: If `name` is not a str.
+            ContextError: If called outside this replica.
+        """
+        self._require_own("shared_rng")
         return random_stream(self._own.seed, self._own.step, None, name)
 
     def record(self, name: str, value: float | str) -> None:
@@ -281,6 +292,15 @@ class ReplicaContext(Collectives):
             raise self._misuse("record")
         if self.replica_id_in_sync_group == 0:
             own.runtime.events.add_scalar(own.step, 0, name, value)
+
+    def _require_own(self, name: str) -> None:
+        """Check that the calling code is the replica's, on whatever thread, and its run goes on."""
+        own, place = self._own, PLACE.get()
+        if place is own.waiter.home:  # also outside every run
+            return
+        # In a host function that a device program waits for, another object stands for it.
+        if own.state.is_over or getattr(place.replica, "state", None) is not own.state:
+            raise foreign_error(name, own.state, own.group.step)
 
     def _misuse(self, name: str) -> Exception:
         return self._own.misuse(name)

@@ -244,6 +244,16 @@ def misuse_error(what: str, replica: Replica, step: int, live: Place | None) -> 
     )
 
 
+def foreign_error(what: str, replica: Replica, step: int) -> ContextError:
+    """Build the error of using a context elsewhere than in its replica, on whatever thread."""
+    where = "after its run" if replica.is_over else f"from {PLACE.get().describe()}"
+    return ContextError(
+        f"{what} was called on the context of replica {replica.replica_id} (step {step}) {where}. "
+        "A context belongs to its own replica and run: call ar.get_replica_context() where you "
+        "need one."
+    )
+
+
 def held_by_op_error(what: str, fn_name: str) -> ContextError:
     """Build the error of a collective on the loop while an op of the replica starts others."""
     return ContextError(

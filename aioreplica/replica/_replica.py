@@ -174,6 +174,9 @@ def random_stream(seed: int, step: int, replica_id: int | None, name: str) -> np
 
     Equal keys give equal numbers, whatever else was drawn. Different keys are independent.
 
+    Raises:
+        TypeError: If `name` is not a str.
+
     Source:
         numpy.random.SeedSequence, O'Neill's seed_seq hashing of the whole key.
 
@@ -183,6 +186,8 @@ def random_stream(seed: int, step: int, replica_id: int | None, name: str) -> np
         >>> a.random() == b.random()
         True
     """
+    if not isinstance(name, str):
+        raise TypeError(f"A random stream needs a str as its name, got {name!r}.")
     kind = (_SHARED, 0) if replica_id is None else (_REPLICA, replica_id)
     key = (seed, step, *kind, *name.encode())
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))

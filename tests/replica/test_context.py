@@ -141,6 +141,51 @@ async def test_by_another_replica(pair: ar.MirroredStrategy) -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("name", ["rng", "shared_rng"])
+async def test_random_streams_are_those_of_the_own_replica_and_run(
+    pair: ar.MirroredStrategy, name: str
+) -> None:
+    contexts: list[ar.ReplicaContext] = []
+
+    async def step() -> None:
+        ctx = me()
+        contexts.append(ctx)
+        await ctx.barrier()
+        for kept in contexts:
+            if kept is not ctx:
+                with pytest.raises(ContextError, match=f"{name} was called .* from a replica of"):
+                    getattr(kept, name)("dropout")
+        with pytest.raises(TypeError, match=r"needs a str as its name, got 3\."):
+            getattr(ctx, name)(3)
+        there = await ctx.run_on_device(lambda: getattr(ctx, name)("a"))
+        assert there.random() == getattr(ctx, name)("a").random()
+        await ctx.barrier()
+
+    await pair.run(step)
+    for ctx in contexts:
+        with pytest.raises(ContextError, match=f"{name} was called .* after its run"):
+            getattr(ctx, name)("dropout")
+
+
+@pytest.mark.asyncio
+async def test_plain_functions_and_code_outside_every_run_draw_random_numbers(
+    pair: ar.MirroredStrategy,
+) -> None:
+    outside = me()
+
+    def step() -> float:
+        assert me().shared_rng("a").random() == me().shared_rng("a").random()
+        with pytest.raises(ContextError, match="rng was called"):
+            outside.rng("a")
+        return float(me().rng("a").random())
+
+    numbers = pair.local_results(await pair.run(step, options=ar.RunOptions(seed=0)))
+
+    assert outside.rng("a").random() == numbers[0] != numbers[1]
+    assert await outside.run_on_device(lambda: outside.shared_rng("a")) is not None
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 async def test_in_a_merge_function(strategy: ar.Strategy, asynchronous: bool) -> None:
     async def step() -> None:
