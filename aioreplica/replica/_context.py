@@ -166,7 +166,8 @@ class ReplicaContext(Collectives):
             value: Any pytree; distributed values and variables are read in this replica, at the
                 call. Arrays are handed over and not copied: do not write to them afterwards.
             to: Id of a replica of this worker.
-            tag: Tells several ways between the same two replicas apart; hashable.
+            tag: Tells several ways between the same two replicas apart; hashable. What is kept for
+                each way stays until the end of the run, so take few: no numbers of steps.
 
         Raises:
             TypeError: If `to` is not an int, or `tag` not hashable.
