@@ -129,26 +129,29 @@ class Handle(Awaitable[Any]):
             raise TypeError(f"add_done_callback needs a plain function, got {fn!r}.")
         require_no_yield(fn, "add_done_callback", "Make it a plain function.")
         generation = self._generation
-        if generation is None or not is_loop_running():
+        if not is_loop_running() or (generation is None and self._error is None):
             raise ContextError(
                 f"A callback was added to the handle of {self._call.collective.name} on the thread "
                 "that started it. Add it on the event loop, after the op has ended."
             )
-        point, waiter = self._point, generation.waiter
+        point, waiter = self._point, None if generation is None else generation.waiter
         loop = point.loop if waiter is None else waiter.get_loop()
         if loop is not None:
             require_loop(loop, self)
-        if waiter is None:
-            waiter = point.new_waiter(generation, self._call)
-            if generation.is_merged:
-                waiter.set_result(None)
-        self._replica.started.pop(self._call, None)
 
         def call(_waiter: object) -> None:
             require_finished(fn(self), fn, "add_done_callback")
 
-        self._callbacks.append((fn, call))
         own = copy_context() if context is None else context
+        self._replica.started.pop(self._call, None)
+        if generation is None:  # it failed before it had begun
+            asyncio.get_running_loop().call_soon(call, None, context=own)
+            return
+        if waiter is None:
+            waiter = point.new_waiter(generation, self._call)
+            if generation.is_merged:
+                waiter.set_result(None)
+        self._callbacks.append((fn, call))
         waiter.add_done_callback(call, context=own)
 
     def remove_done_callback(self, fn: Callable[[Handle], object]) -> int:
@@ -199,7 +202,8 @@ class Handle(Awaitable[Any]):
                 raise
             finally:
                 ended()
-        elif point.is_solo and generation.group.across is None:  # else the loop has brought it
+        elif len(generation.calls) == 1 and generation.group.across is None:
+            # Else the event loop has brought it.
             yield  # to the event loop, as every collective does
         if point.is_aborted or not generation.is_merged:
             raise asyncio.CancelledError

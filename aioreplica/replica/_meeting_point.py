@@ -96,7 +96,6 @@ class MeetingPoint:
         self.unseen: dict[Generation, BaseException] = {}
         self.everyone = everyone
         self.rendezvous = Rendezvous(everyone.device_names, everyone)
-        self.is_solo = len(replicas) == 1
         self.loop = loop
         self.observers = observers
         self.now = now
@@ -117,6 +116,10 @@ class MeetingPoint:
             CancelledError: If the run was aborted, or is now.
         """
         if self.is_aborted:
+            raise asyncio.CancelledError
+        opened = call.group.open.get(call.sequence)
+        if opened is not None and opened.waiter is not None and opened.waiter.cancelled():
+            self.withdrew(replica, opened)  # given up by a replica that does not know it yet
             raise asyncio.CancelledError
         decided = self.rendezvous.arrive(replica.replica_id, call, self.now(), waits=False)
         generation = decided if type(decided) is Generation else self.cannot_meet(decided, call)
@@ -473,7 +476,7 @@ class TaskWaiter(Waiter):
         if not generation.missing:
             point.merge(generation)
             if generation.is_merged:
-                if point.is_solo:
+                if len(generation.calls) == 1:
                     await asyncio.sleep(0)  # a loop of collectives must let others run
                 return generation.take(call.position)
         waiter = generation.waiter or point.new_waiter(generation, call)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import aioreplica as ar
+from aioreplica.errors import MergeMismatchError
 from tests.conftest import mirrored
 from tests.replica.gated import me, my_id, spawn
 from tests.sequencer import idle
@@ -93,3 +94,39 @@ def test_a_host_function_does_not_begin_after_its_run_was_cancelled() -> None:
     with asyncio.Runner(loop_factory=SlowLoop) as runner:
         runner.run(main())
     assert called == []
+
+
+def test_an_op_that_comes_as_its_partner_gives_up_blames_that_one() -> None:
+    """The op completes the call between the cancellation of a task and the wake-up of all."""
+    go = threading.Event()
+
+    async def main() -> str:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, SlowLoop)
+
+        def op(ctx: ar.ReplicaContext) -> Any:
+            loop.thread_id = threading.get_ident()
+            assert go.wait(10)
+            return ctx.blocking.all_reduce("sum", 1)
+
+        def give_up(task: asyncio.Task[Any]) -> None:
+            go.set()
+            assert loop.posted.wait(10)  # the op's call is the next that the loop sees
+            task.cancel()
+
+        async def step() -> Any:
+            if my_id() == 1:
+                return await me().run_on_device(op, me())
+            if my_id() == 0:
+                task = asyncio.current_task()
+                assert task is not None
+                loop.call_soon(give_up, task)
+            return await me().all_reduce("sum", 1)
+
+        async with mirrored(3) as strategy:
+            with pytest.raises(MergeMismatchError) as caught:
+                await strategy.run(step)
+        return caught.value.reason
+
+    with asyncio.Runner(loop_factory=SlowLoop) as runner:
+        assert runner.run(main()).startswith("Replica 0 withdrew from all_reduce #1")

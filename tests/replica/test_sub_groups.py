@@ -137,6 +137,22 @@ async def test_decisions(quad: ar.MirroredStrategy, members: tuple[int, ...]) ->
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("is_started", [False, True])
+async def test_a_group_of_one_lets_others_run(
+    triple: ar.MirroredStrategy, is_started: bool
+) -> None:
+    """A loop of its collectives would hold up the event loop, and with it every timeout."""
+
+    async def step() -> list[int]:
+        alone, seen = me().group([my_id()]), list[int]()
+        asyncio.get_running_loop().call_soon(seen.append, my_id())
+        await (alone.start_all_reduce("sum", 1) if is_started else alone.all_reduce("sum", 1))
+        return [*seen]
+
+    assert triple.local_results(await triple.run(step)) == ([0], [1], [2])
+
+
+@pytest.mark.asyncio
 @members_of_four
 async def test_merge_call(quad: ar.MirroredStrategy, members: tuple[int, ...]) -> None:
     seen: list[Any] = []

@@ -430,3 +430,8 @@ async def test_a_replica_that_fails_while_a_thread_starts(pair: ar.MirroredStrat
     await idle()
     assert [handle.cancelled() for handle in handles] == [True]
     assert [handle.done() for handle in handles] == [True]
+    called: list[ar.Handle] = []
+    handles[0].add_done_callback(called.append)
+    assert called == []
+    await idle()
+    assert called == handles
