@@ -397,6 +397,15 @@ def follow_others(value: T) -> T:
     return value
 
 
+def forget_other_threads() -> None:
+    """Forget, in the child of a fork, the threads that it lacks: their ids are used again."""
+    serving = _serving_threads()
+    own = serving.get(threading.get_ident())
+    serving.clear()
+    if own is not None:
+        serving[threading.get_ident()] = own
+
+
 def _serving_threads() -> dict[int, tuple[Lane, _Stream]]:
     """Return which lane each thread serves, by thread id; each entry is its thread's own."""
     return REGISTRY.once("serving_threads", dict[int, tuple[Lane, _Stream]])

@@ -15,7 +15,7 @@ from ..context import REGISTRY
 from ..errors import DeviceError
 from ._cores import BlasBudget, BlasThreads, num_cores
 from ._gate import Gate
-from ._lane import Lane, LaneProcess, LaneStatistics, served_lane
+from ._lane import Lane, LaneProcess, LaneStatistics, forget_other_threads, served_lane
 from ._logical import is_process_device
 from ._streams import find_streams
 
@@ -46,6 +46,7 @@ class LaneTable:
         self.num_streams = 1
         self.num_collective_streams = _default_collective_streams()
         self.blas_threads: BlasThreads = "auto"
+        self._blas = BlasBudget(self.blas_threads)
         self._reset()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._after_fork)
@@ -56,7 +57,6 @@ class LaneTable:
         self._lock = threading.RLock()
         self._lanes: dict[str, Lane] = {}
         self._users: dict[str, int] = {}
-        self._blas = BlasBudget(self.blas_threads)
 
     def lane(self, name: str, *, num_streams: int | None = None, nicer: int = 0) -> Lane:
         """Return the lane of a device (or of the host), making it if needed.
@@ -166,8 +166,13 @@ class LaneTable:
         self._blas.set_num_lanes(len([name for name in self._users if name.startswith("cpu:")]))
 
     def _after_fork(self) -> None:
-        """Start afresh in the child: the parent's threads do not exist here."""
+        """Start afresh in the child: the parent's threads do not exist here.
+
+        BLAS keeps the parent's limit, and the budget what it was before, until a strategy of the
+        child asks for another one or is closed.
+        """
         REGISTRY.reset_after_fork()
+        forget_other_threads()
         self.generation += 1
         self._reset()
 

@@ -193,6 +193,50 @@ in_child(lambda: asyncio.run(main(strategy)))
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_restores_blas_threads_and_forgets_the_parents_threads(
+    run_script: RunScript,
+) -> None:
+    output = run_script("""
+        import asyncio, os, warnings
+        import numpy as np
+        from threadpoolctl import threadpool_info
+        import aioreplica as ar
+        from aioreplica.devices._lane import _serving_threads
+
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        ar.set_logical_devices("cpu", 2)
+
+        def threads():
+            return max(p["num_threads"] for p in threadpool_info() if p["user_api"] == "blas")
+
+        async def step():
+            await ar.get_replica_context().run_on_device(int)
+
+        async def main(body):
+            async with ar.MirroredStrategy() as strategy:
+                await strategy.run(step)
+                body()
+
+        def fork():
+            child = os.fork()
+            if child == 0:
+                asyncio._set_running_loop(None)
+                found = [len(_serving_threads())]
+                asyncio.run(main(lambda: found.append(threads() - before)))
+                print(*found, threads() - before, flush=True)
+                os._exit(0)
+            os.waitpid(child, 0)
+
+        before = threads()
+        ar.set_lane_options(blas_threads=before + 1)
+        asyncio.run(main(fork))
+    """)
+
+    assert output == "0 1 0\n"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_fork_while_an_op_runs_leaves_both_processes_working(run_script: RunScript) -> None:
     output = run_script(f"""{FORK}
 async def busy():
