@@ -111,7 +111,8 @@ class Lane:
         name: Device name, used for the threads too.
         num_streams: How many threads serve the queue; with 1 (a device) ops never overlap.
         nice: Added to the threads' OS niceness; ignored where the system refuses.
-        background: Whether the threads run only where a core has nothing else to do.
+        background: Whether the threads run only where a core has nothing else to do; where the
+            system refuses, they are as nice as without it.
         process: What runs the ops; None runs them in the threads.
         streams: What the threads enqueue on; None where functions end with their work.
     """
@@ -413,10 +414,12 @@ def _serving_threads() -> dict[int, tuple[Lane, _Stream]]:
 
 def _lower_priority(nice: int, background: bool) -> None:
     """Make the calling thread nicer; Linux counts niceness and policy per thread."""
-    try:
-        if background:
+    refused = AttributeError, OSError  # by the system, or not there
+    if background:
+        with suppress(*refused):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # 0: this thread
-        if nice:
+    if nice:
+        with suppress(*refused):
             thread = threading.get_native_id()
             current = os.getpriority(os.PRIO_PROCESS, thread)
             os.setpriority(os.PRIO_PROCESS, thread, current + nice)

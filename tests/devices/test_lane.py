@@ -159,6 +159,21 @@ async def test_a_system_that_refuses_the_priority_is_ignored(
     assert await run_on(lane, lambda: 7) == 7
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="niceness is per thread on Linux only")
+@pytest.mark.asyncio
+async def test_where_the_background_is_refused_threads_are_nice_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, run_on: RunOn
+) -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    monkeypatch.delattr(os, "sched_setscheduler")  # as on macOS
+    lane, mine = Lane("test:refused", nice=3, background=True), niceness()
+
+    assert await run_on(lane, niceness) == min(19, mine + 3)
+    lane.stop()
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     "kind", [ValueError, SystemExit, KeyboardInterrupt, GeneratorExit, Surprise, MemoryError]
@@ -309,21 +324,6 @@ async def test_joining_a_busy_lane_gives_up_in_time(lane: Lane, gated_op: Any) -
 
 
 @pytest.mark.asyncio
-async def test_an_idle_thread_keeps_nothing_of_the_last_op_alive(lane: Lane, run_on: RunOn) -> None:
-    array = np.zeros(4)
-    watched = weakref.ref(array)
-
-    await run_on(lane, np.sum, array)
-    del array
-
-    deadline = monotonic() + LIMIT_S
-    while watched() is not None and monotonic() < deadline:
-        await asyncio.sleep(0)
-        gc.collect()
-    assert watched() is None
-
-
-@pytest.mark.asyncio
 async def test_all_busy_threads_of_a_lane_are_joined_within_one_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -350,6 +350,21 @@ async def test_all_busy_threads_of_a_lane_are_joined_within_one_time(
     may_end.set()
     assert [await op for op in ops] == [True, True]
     lane.join(LIMIT_S)
+
+
+@pytest.mark.asyncio
+async def test_an_idle_thread_keeps_nothing_of_the_last_op_alive(lane: Lane, run_on: RunOn) -> None:
+    array = np.zeros(4)
+    watched = weakref.ref(array)
+
+    await run_on(lane, np.sum, array)
+    del array
+
+    deadline = monotonic() + LIMIT_S
+    while watched() is not None and monotonic() < deadline:
+        await asyncio.sleep(0)
+        gc.collect()
+    assert watched() is None
 
 
 @pytest.mark.asyncio
