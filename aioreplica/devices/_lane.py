@@ -191,6 +191,23 @@ class Lane:
             if tracker is not None:
                 with self._lock:
                     self._lenders.remove(tracker)
+                    is_waited_for = self._num_streams > 1 and self._queue_held_back()
+                if is_waited_for:
+                    self._start_thread(None)
+
+    def _queue_held_back(self) -> bool:
+        """Queue what may run beside the caller again; tell if it needs another thread for that.
+
+        Threads that are idle wait at the queue. After a stop sentinel they would not find it: then
+        the caller runs it after its op.
+        """
+        if self._stopped:
+            return False
+        for op in [op for op in self._held_back if op.tracker not in self._lenders]:
+            self._held_back.remove(op)
+            self._num_open += 1
+            self._queue.put(op)
+        return self._serving < self._num_open
 
     def _serving_stream(self) -> _Stream:
         return _serving_threads()[threading.get_ident()][1]
@@ -423,5 +440,3 @@ def _lower_priority(nice: int, background: bool) -> None:
             thread = threading.get_native_id()
             current = os.getpriority(os.PRIO_PROCESS, thread)
             os.setpriority(os.PRIO_PROCESS, thread, current + nice)
-    except (AttributeError, OSError):
-        return

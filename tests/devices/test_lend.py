@@ -121,6 +121,29 @@ async def test_ops_of_the_same_run_keep_their_order() -> None:
 
 
 @pytest.mark.asyncio
+async def test_an_op_held_back_runs_on_an_idle_thread_once_the_wait_is_over() -> None:
+    """The op that lent the lane goes on for as long as it likes, here until the other has run."""
+    lane, own = Lane("test", num_streams=2), OpTracker()
+    op, has_run = Waiting(), threading.Event()
+
+    def first() -> bool:
+        op()
+        return has_run.wait(5)
+
+    waiting = put(lane, first, run=own)
+    assert op.started.wait(60)
+    later = put(lane, has_run.set, run=own)
+    while not lane._held_back:
+        await put(lane, int)
+    op.gate.set()
+
+    assert await waiting is True
+    await later
+    lane.stop()
+    lane.join(60)
+
+
+@pytest.mark.asyncio
 async def test_a_stopped_lane_runs_the_ops_held_back() -> None:
     lane, op, own = Lane("test"), Waiting(), OpTracker()
     first, later = put(lane, op, run=own), put(lane, op.events.append, "own", run=own)
