@@ -326,7 +326,11 @@ class Rendezvous:
 
         A replica has just begun to wait in `joined`, so a circle can only lead through it.
         """
-        if self._failed or self._is_over or not any(map(self._waits, joined.missing_members())):
+        if self._failed or self._is_over:
+            return None
+        num_open = _num_open(self.everyone, list(self._groups.values()))
+        is_alone = num_open == (type(joined) is not Transfer) and not any(self._blocked.values())
+        if is_alone or not any(map(self._waits, joined.missing_members())):
             return None
         stuck = self._idle(self._waits)
         is_of_messages = _has_messages(stuck)
@@ -443,6 +447,11 @@ def _clash(generation: Generation) -> str:
                 f"{base.collective.name} #{base.sequence}{where}: {difference}"
             )
     raise AssertionError("no two calls differ")
+
+
+def _num_open(everyone: SyncGroup, groups: Sequence[SyncGroup]) -> int:
+    """Return how many generations are not complete; with one alone nobody waits elsewhere."""
+    return len(everyone.open) + sum([len(group.open) for group in groups])
 
 
 def _num_waits(waits: dict[WaitedFor, int], current: Generation | None) -> int:

@@ -228,6 +228,27 @@ def test_groups_are_numbered_on_their_own() -> None:
     assert texts == ["kinds #1 (A)"] * 3
 
 
+def test_replicas_that_can_wait_nowhere_else_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each arrival would look at all who are missing, which adds up."""
+    asked: list[int] = []
+    waits_of = Rendezvous._waits
+
+    def ask(rendezvous: Rendezvous, replica_id: int) -> list[Any]:
+        asked.append(replica_id)
+        return list(waits_of(rendezvous, replica_id))
+
+    monkeypatch.setattr(Rendezvous, "_waits", ask)
+    rendezvous = new(4)
+    rendezvous.group(AB)  # from now on there may be circles
+    for i in E4:
+        assert isinstance(rendezvous.arrive(i, call(rendezvous, E4, i)), Generation)
+    assert asked == []
+
+    rendezvous.arrive(0, call(rendezvous, AB, 0))
+    rendezvous.arrive(1, call(rendezvous, E4, 1, number=2))
+    assert 0 in asked
+
+
 def test_replicas_outside_the_group_may_leave() -> None:
     rendezvous = new(3)
     rendezvous.arrive(0, call(rendezvous, AB, 0))
