@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import aioreplica as ar
 from aioreplica import autodiff
 from aioreplica.autodiff import differentiate_variables, value_and_grad
+from aioreplica.autodiff._linear import from_source
 from aioreplica.devices import lane_table
 from aioreplica.errors import ContextError, MergeMismatchError, StallError
 from tests.autodiff.libraries import NAMES, Library, library
@@ -135,18 +137,18 @@ async def test_reduce_scatter_and_broadcast(lib: Library, count: int, op: str) -
     assert_equal(lib, found, gradients_in_one_process(lib, losses, inputs))
 
 
-@pytest.mark.asyncio
-async def test_a_default_device_of_torch_is_not_that_of_what_goes_back(
-    pair: ar.MirroredStrategy,
-) -> None:
+def test_the_gradient_of_a_broadcast_is_on_the_device_of_what_was_sent() -> None:
     torch = pytest.importorskip("torch")
+    caller: Any = SimpleNamespace(
+        replica=SimpleNamespace(replica_id_in_sync_group=1),
+        broadcast=lambda value, _source: value,
+        sum=lambda _op, value: value,
+    )
+    _, back = from_source(0)(caller, torch.ones(3, device="meta"))  # as on a GPU
 
-    def step() -> Any:
-        fn = value_and_grad(lambda xs: autodiff.broadcast(xs[0], 0).sum(), "torch")
-        with torch.device("meta"):
-            return fn([np.ones(2)])[1][0].tolist()
+    gradient, _ = back(caller, torch.ones(2, device="meta"))
 
-    assert pair.local_results(await pair.run(step)) == ([2.0, 2.0], [0.0, 0.0])
+    assert (gradient.shape, gradient.device.type) == ((3,), "meta")
 
 
 @pytest.mark.asyncio
