@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..context import STAGE
+
 Op = Any  # a torch.ops overload
 
 CHECKPOINT = "torch.utils.checkpoint"
@@ -30,7 +32,7 @@ class SeededDraws(TorchDispatchMode):  # type: ignore[misc]  # torch's own base 
 
     Raises:
         RuntimeError: From the operation: if it takes no generator, or would be run again by
-            `torch.utils.checkpoint`, with other numbers.
+            `torch.utils.checkpoint` or as a stage of a pipeline, with other numbers.
     """
 
     def __init__(self, next_seed: Callable[[], int]) -> None:
@@ -52,6 +54,7 @@ class SeededDraws(TorchDispatchMode):  # type: ignore[misc]  # torch's own base 
         given = kwargs or {}
         if given.get("generator") is not None or _draws_nothing(func, args, given):
             return func(*args, **given)
+        _require_no_stage(func)
         _require_no_checkpoint(func)
         generator = self._generator(_device(args, given))
         if func is torch.ops.aten.native_dropout.default:
@@ -136,6 +139,14 @@ def _dropout(
     mask = torch.empty_like(values, dtype=torch.bool).bernoulli_(1.0 - rate, generator=generator)
     scale = 0.0 if rate == 1.0 else 1.0 / (1.0 - rate)
     return values * mask * scale, mask
+
+
+def _require_no_stage(func: Op) -> None:
+    if STAGE.get():
+        raise RuntimeError(
+            f"{func} was called in a stage of ar.pipeline that is run again on the way back, with "
+            "other random numbers. Put random layers into the last stage, which is run once."
+        )
 
 
 def _require_no_checkpoint(func: Op) -> None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, final
 import numpy as np
 import numpy.typing as npt
 
-from ..context import CLOSURE, OVERRIDES, PLACE, Place
+from ..context import CLOSURE, OVERRIDES, PLACE, STAGE, Place
 from ..devices.backends import Array, backend_of
 from ..errors import ContextError
 from ..tree import Tree
@@ -416,7 +416,8 @@ def write_state(values: Mapping[Variable, npt.NDArray[Any]]) -> None:
 
     Raises:
         ValueError: If a shape or dtype does not fit.
-        ContextError: If another strategy is in charge, or in an update function.
+        ContextError: If another strategy is in charge, in an update function, or if something
+            changes in a stage of a pipeline, which has one replica and may be run twice.
 
     Cancellation:
         CancelledError once the run is aborted, before anything is written.
@@ -424,6 +425,8 @@ def write_state(values: Mapping[Variable, npt.NDArray[Any]]) -> None:
     if not values:
         return
     place = PLACE.get()
+    if STAGE.get() is not None:
+        _require_unchanged(values)
     if place.staging is not None:
         raise ContextError(
             f"State of a model was written in {place.describe()}, where one variable is updated. "
@@ -440,6 +443,17 @@ def write_state(values: Mapping[Variable, npt.NDArray[Any]]) -> None:
         changes = {v: _changed(place, bases[v], array) for v, array in new.items()}
         if next(iter(new)).store.write(changes, bases, is_local=place.replica is not None):
             return
+
+
+def _require_unchanged(values: Mapping[Variable, npt.NDArray[Any]]) -> None:
+    for variable, array in values.items():
+        if not np.array_equal(array, local_value(variable)):
+            raise ContextError(
+                f"{variable.name!r}, state of a model, was changed in a stage of ar.pipeline. A "
+                "stage is run on one replica, twice unless it is the last, so what it writes is "
+                "not what the whole model would. Call the model in evaluation mode, or use layers "
+                "without state: LayerNorm or GroupNorm instead of BatchNorm."
+            )
 
 
 def require_outside_replicas(what: str) -> None:

@@ -14,6 +14,7 @@ from ._place import INLINE_STEP as INLINE_STEP
 from ._place import LOOP as LOOP
 from ._place import OVERRIDES as OVERRIDES
 from ._place import PLACE as PLACE
+from ._place import STAGE as STAGE
 from ._place import TRACE as TRACE
 from ._place import Carrier as Carrier
 from ._place import CurrentReplica as CurrentReplica

@@ -277,6 +277,11 @@ CLOSURE: ContextVar[Any] = ContextVar("aioreplica_closure", default=None)
 """The closure of a coordinator that runs here (see strategies.parameter_server)."""
 
 
+STAGE: ContextVar[bool | None] = ContextVar("aioreplica_stage", default=None)
+"""Whether the stage of a pipeline that runs here is run again on the way back; None outside of
+stages, and in one that is the whole model (see strategies)."""
+
+
 TRACE: ContextVar[Any] = ContextVar("aioreplica_trace", default=None)
 """The step that is recorded here to be compiled (see device_loop._compiled)."""
 

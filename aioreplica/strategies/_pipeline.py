@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Literal, Self, TypeAlias, final
 
 import numpy as np
 
 from .._functions import is_async, require_no_yield
 from ..autodiff import VariableReads, find_adapter
-from ..context import PLACE
+from ..context import PLACE, STAGE
 from ..devices import require_threads
 from ..devices.backends import Array, backend_of, untraced
 from ..errors import ContextError
@@ -41,7 +41,8 @@ async def pipeline(
     a stage reads of variables through `variable.value` is trained.
 
     Args:
-        stages: Plain functions, one per replica. The first is called with the inputs of a
+        stages: Plain functions, one per replica, which draw no random numbers: all but the last
+            are run again on the way back. The first is called with the inputs of a
             micro-batch as they are, the others with what the stage before returned, an array of
             the backend; each returns one array. The last is called with the targets too, and
             returns the loss of the micro-batch: a scalar, or a `Weighted(total, weight)`. With one
@@ -53,17 +54,19 @@ async def pipeline(
         backend: The library that differentiates: "autograd", "torch" or "jax".
 
     Returns:
-        The loss and `(gradient, variable)` pairs, the same on every replica: for
+        The loss and `(gradient, variable)` pairs, the same on every replica and read-only: for
         `optimizer.apply_gradients(pairs, aggregate=False)`. Scalars are added up over the
         micro-batches; totals and weights of `Weighted` losses are added apart and divided once.
 
     Raises:
-        ContextError: If called outside a step, or under several workers.
+        ContextError: If called outside a step, or under several workers; if a stage of several
+            changes state of a model, such as running statistics.
         DeviceError: If a device of a replica has a process of its own.
         TypeError: If a stage is not a plain function, or another stage than the last returns
             something else than an array.
         ValueError: If there are not as many stages as replicas, no micro-batches, the schedule is
             unknown, or all weights are 0.
+        RuntimeError: If a `torch_module` draws random numbers in another stage than the last.
         MergeMismatchError: If replicas have different numbers of micro-batches.
 
     Cancellation:
@@ -81,7 +84,7 @@ async def pipeline(
     """
     ctx = _running_context()
     pairs = _checked(ctx, stages, micro_batches, schedule)
-    own = _Part(stages[ctx.replica_id_in_sync_group], backend)
+    own = _Part.of(ctx.replica_id_in_sync_group, stages, backend)
     await _take_turns(ctx, len(stages), own, pairs, schedule)
     whole: _Whole = await ctx.merge_call(_put_together, (own,))
     return whole.loss, list(whole.pairs)
@@ -124,14 +127,30 @@ class _Part:
     Attributes:
         stage: The function.
         backend: The library that differentiates it.
+        is_repeated: Whether it is run again on the way back; None if it is the whole model.
         gradients: Sums over the micro-batches.
         losses: Of the last stage, one per micro-batch.
     """
 
     stage: Callable[..., Any]
     backend: str
+    is_repeated: bool | None
     gradients: dict[Variable, Gradient] = field(default_factory=dict)
     losses: list[Any] = field(default_factory=list)  # Any: numbers or Weighted
+
+    @classmethod
+    def of(cls, index: int, stages: Sequence[Callable[..., Any]], backend: str) -> Self:
+        """Make the part of one stage of several."""
+        last = len(stages) - 1
+        return cls(stages[index], backend, index < last if last else None)
+
+    def call(self, *args: object) -> Any:
+        """Call the function, where models refuse what a stage cannot do."""
+        token = STAGE.set(self.is_repeated)
+        try:
+            return self.stage(*args)
+        finally:
+            STAGE.reset(token)
 
 
 @final
@@ -168,7 +187,7 @@ def _forward(part: _Part, inputs: object, is_first: bool) -> object:
     adapter, reads = find_adapter(part.backend), VariableReads()
 
     def run() -> Any:
-        return part.stage(inputs if is_first else adapter.constant(inputs))
+        return part.call(inputs if is_first else adapter.constant(inputs))
 
     try:
         output = reads.trace(run, adapter.constant, adapter.constant)
@@ -183,15 +202,17 @@ def _as_array(part: _Part, output: object) -> object:
         array = np.asarray(backend.get(untraced(output)))
     except (TypeError, ValueError) as error:
         raise _no_array_error(part, output) from error
+    if array.dtype.name == "bfloat16":  # in which NumPy cannot compute; torch's comes so, too
+        return array.astype(np.float32)
     if array.dtype.kind != "f":
-        raise _no_array_error(part, output)
+        raise _no_array_error(part, output, f" of {array.dtype}")
     return array
 
 
-def _no_array_error(part: _Part, output: object) -> TypeError:
+def _no_array_error(part: _Part, output: object, dtype: str = "") -> TypeError:
     return TypeError(
-        f"Stage {part.stage!r} returned {type(output).__name__}, and the next stage takes one "
-        "array of floating point. Join several along an axis, and split them in the next stage."
+        f"Stage {part.stage!r} returned {type(output).__name__}{dtype}, and the next stage takes "
+        "one array of floating point. Join several along an axis, and split them in the next stage."
     )
 
 
@@ -206,8 +227,8 @@ def _backward(
 
     def loss(watched: object) -> object:
         if arriving is None:
-            return part.stage(watched, targets)
-        return (part.stage(watched) * adapter.constant(arriving)).sum()
+            return part.call(watched, targets)
+        return (part.call(watched) * adapter.constant(arriving)).sum()
 
     def differentiated(watch: Callable[[Array], Array]) -> object:
         watched = inputs if is_first else watch(inputs)
@@ -239,9 +260,26 @@ def _put_together(_strategy: object, parts: Any) -> _Whole:
             found[variable] = gradient if before is None else _added(before, gradient)
     losses = stages[-1].losses
     if not any(isinstance(each, Weighted) for each in losses):
-        return _Whole(sum(losses[1:], losses[0]), [(g, v) for v, g in found.items()])
+        return _Whole(sum(losses[1:], losses[0]), [(_read_only(g), v) for v, g in found.items()])
     total, weight = _sums(losses)
-    return _Whole(total / weight, [(_divided(g, weight), v) for v, g in found.items()])
+    pairs = [(_read_only(_divided(g, weight)), v) for v, g in found.items()]
+    return _Whole(total / weight, pairs)
+
+
+def _read_only(gradient: Gradient) -> Gradient:
+    """Return a gradient that cannot be written, as all replicas get the same one."""
+    if isinstance(gradient, IndexedSlices):
+        values = _read_only_view(gradient.values)
+        return IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return _read_only_view(gradient)
+
+
+def _read_only_view(array: Array) -> Array:
+    if not isinstance(array, np.ndarray):  # a number, or of another library
+        return array
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def _sums(losses: Sequence[Any]) -> tuple[object, Any]:

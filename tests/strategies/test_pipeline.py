@@ -178,6 +178,30 @@ async def test_rows_of_a_table_stay_sparse() -> None:
 
 
 @pytest.mark.asyncio
+async def test_gradients_that_all_replicas_share_are_read_only() -> None:
+    async with mirrored(2) as strategy:
+        with strategy.scope():
+            table, weight = ar.Variable(np.ones((6, 2))), ar.Variable(np.ones(2))
+
+        def first(rows: Any) -> Any:
+            return ar.autodiff.embedding_lookup(table, rows)
+
+        def last(x: Any, weight_of_batch: float | None) -> Any:
+            total = anp.sum(x * weight.value)
+            return total if weight_of_batch is None else ar.Weighted(total, weight_of_batch)
+
+        async def step(weight_of_batch: float | None) -> None:
+            _, pairs = await ar.pipeline([first, last], [([0, 2], weight_of_batch)])
+            for gradient, _ in pairs:
+                array = gradient.values if isinstance(gradient, ar.IndexedSlices) else gradient
+                with pytest.raises(ValueError, match="read-only"):
+                    array *= 0.5
+
+        await strategy.run(step, (None,))
+        await strategy.run(step, (2.0,))
+
+
+@pytest.mark.asyncio
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 async def test_other_libraries_differentiate_too(backend: str) -> None:
@@ -205,6 +229,85 @@ async def test_other_libraries_differentiate_too(backend: str) -> None:
     )([start])
     assert float(loss) == pytest.approx(float(value), rel=1e-4)
     np.testing.assert_allclose(np.asarray(gradient), expected, rtol=1e-3, atol=1e-4)
+
+
+async def losses_with_modules(front: Any, back: Any, num_stages: int = 2) -> list[float]:
+    """Run a pipeline of torch modules once; return the loss on each replica."""
+    torch = pytest.importorskip("torch")
+    async with mirrored(num_stages) as strategy:
+        with strategy.scope():
+            models = [ar.autodiff.torch_module(each) for each in (front, back)]
+
+        def first(x: Any) -> Any:
+            return models[0](torch.from_numpy(x))
+
+        def last(x: Any, targets: Any) -> Any:
+            return ((models[1](x) - torch.from_numpy(targets)) ** 2).sum()
+
+        def whole(x: Any, targets: Any) -> Any:
+            return last(first(x), targets)
+
+        async def step() -> float:
+            stages = [whole] if num_stages == 1 else [first, last]
+            batch = INPUTS.astype("f4"), TARGETS.astype("f4")
+            loss, _ = await ar.pipeline(stages, [batch], backend="torch")
+            return float(loss)
+
+        return list(strategy.local_results(await strategy.run(step)))
+
+
+@pytest.mark.asyncio
+@pytest.mark.slow
+async def test_a_random_layer_that_would_be_run_again_is_refused() -> None:
+    nn = pytest.importorskip("torch.nn")
+    dropout = nn.Sequential(nn.Linear(WIDTH, 2), nn.Dropout(0.5))
+
+    with pytest.raises(RuntimeError, match=r"in a stage of ar\.pipeline that is run again"):
+        await losses_with_modules(dropout, nn.Linear(2, 2))
+
+    last = nn.Sequential(nn.Linear(WIDTH, 2), nn.Dropout(0.5))
+    assert len(await losses_with_modules(nn.Linear(WIDTH, WIDTH), last)) == 2
+    assert len(await losses_with_modules(dropout, nn.Linear(2, 2), num_stages=1)) == 1
+
+
+@pytest.mark.asyncio
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_a_stage_that_changes_running_statistics_is_refused(stage: int) -> None:
+    nn = pytest.importorskip("torch.nn")
+    modules = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Identity()), nn.Linear(WIDTH, 2)]
+    modules[stage] = nn.Sequential(nn.BatchNorm1d(WIDTH), modules[stage])
+
+    with pytest.raises(ContextError, match=r"running_mean'.* was changed in a stage"):
+        await losses_with_modules(*modules)
+
+    assert len(await losses_with_modules(*modules, num_stages=1)) == 1
+    frozen = nn.BatchNorm1d(WIDTH, track_running_stats=False)
+    modules[stage] = nn.Sequential(frozen, modules[stage][1])
+    assert len(await losses_with_modules(*modules)) == 2
+
+
+@pytest.mark.asyncio
+@pytest.mark.slow
+async def test_what_travels_may_be_bfloat16_of_jax() -> None:
+    jnp: Any = pytest.importorskip("jax.numpy")
+    async with mirrored(2) as strategy:
+        with strategy.scope():
+            weight = ar.Variable(np.float32(2.0))
+
+        def first(x: Any) -> Any:
+            return (jnp.asarray(x) * weight.value).astype(jnp.bfloat16)
+
+        def last(x: Any, target: float) -> Any:
+            return (x.astype(jnp.float32) - target).sum()
+
+        async def step() -> Any:
+            pairs = [(np.array([1.0, 3.0], "f4"), 1.0)]
+            return await ar.pipeline([first, last], pairs, backend="jax")
+
+        loss, [(gradient, _)] = strategy.local_results(await strategy.run(step))[0]
+
+    assert (float(loss), float(gradient)) == (6.0, 4.0)
 
 
 # ---- pace --------------------------------------------------------------------------------------
@@ -294,8 +397,9 @@ async def test_different_numbers_of_micro_batches_are_a_mismatch() -> None:
         ({"micro_batches": [1]}, ValueError, "Micro-batch 0 must be a pair"),
         ({"schedule": "2f2b"}, ValueError, "Unknown schedule '2f2b'"),
         ({"stages": [lambda x: {"a": x}, abs]}, TypeError, "takes one array"),
+        ({"stages": [lambda x: x > 0, abs]}, TypeError, "returned ndarray of bool, and"),
     ],
-    ids=range(7),
+    ids=range(8),
 )
 async def test_what_cannot_be_run_is_refused(
     change: dict[str, Any], error: type[Exception], text: str
