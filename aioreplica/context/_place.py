@@ -255,8 +255,9 @@ class LoopStep:
         A step that fails behind its update would apply it twice if it were run again. All replicas
         are in the step of their update; what some of them write ahead of the others does not count.
         """
+        published = tuple(self._published)  # first: threads go on, and the result never shrinks
         complete = min(self._completed)
-        return complete + ((complete + 1) in self._published)
+        return complete + ((complete + 1) in published)
 
 
 LOOP: ContextVar[LoopStep | None] = ContextVar("aioreplica_loop", default=None)

@@ -27,6 +27,7 @@ from typing import Any, TypeAlias, final
 from ..context import LoopStep
 from ..devices import Gate, Op, OwnedTask, OwnLane, new_gate, wait_shielded
 from ..input import DistributedIterator, close_iterator
+from ..replica import unless_asked_for
 from ..values import DistributedValues, PerReplica, split_per_replica
 from ._infeed import Infeed, Mark
 from ._static_shapes import StaticShapes
@@ -221,7 +222,7 @@ class Feeder(ABC):
 
     def _take_complete(self) -> list[Reading]:
         """Remove from the unfinished elements those whose steps are not repeated."""
-        num_complete = self._steps[0].num_taken()
+        num_complete = max(self._num_complete, self._steps[0].num_taken())
         count = num_complete - self._num_complete
         self._num_complete = num_complete
         return [self._unfinished.popleft() for _ in range(count)]
@@ -338,7 +339,7 @@ class ThreadFeeder(Feeder):
                 if self._iterators is None:
                     close_iterator(self._iterator)
         except BaseException as raised:  # noqa: BLE001 - raised by run_steps
-            error = raised
+            error = unless_asked_for(raised)
         self._end(error)
 
     def _pass_on(self, room: Gate) -> None:
@@ -363,7 +364,7 @@ class ThreadFeeder(Feeder):
         try:
             return next(self._iterator, Mark.END)
         except BaseException as error:  # noqa: BLE001 - raised behind the elements before it
-            return Raised(error)
+            return Raised(unless_asked_for(error))
 
 
 @final
@@ -460,7 +461,7 @@ class TaskFeeder(Feeder):
         except asyncio.CancelledError as cancelled:
             if self._infeed.is_aborted:
                 raise
-            error = cancelled
+            error = unless_asked_for(cancelled, asyncio.current_task())
         except BaseException as raised:  # noqa: BLE001 - raised by run_steps
             error = raised
         self._end(error)
@@ -492,7 +493,7 @@ class TaskFeeder(Feeder):
         except BaseException as error:
             if self._infeed.is_aborted and isinstance(error, asyncio.CancelledError):
                 raise
-            return Raised(error)
+            return Raised(unless_asked_for(error, asyncio.current_task()))
 
     def _fill(self) -> None:
         """Read as much as there is room for; on the thread that has made it, or on the loop."""

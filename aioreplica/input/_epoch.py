@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, final
 
 from ..devices import OwnedTask
 from ..errors import ContextError, LoopMismatchError
+from ..replica import add_note_once, shown
 from ._source import Item, Pass
 
 LOGGER = logging.getLogger("aioreplica.input")
@@ -320,12 +321,12 @@ class Epoch:
 
     async def _fail(self, error: BaseException) -> None:
         """End the epoch because of an error of its source."""
-        error.add_note(f"Raised in {self.name}, behind {self._num_read} batches.")
+        add_note_once(error, f"Raised in {self.name}, behind {self._num_read} batches.")
         self.is_over = True
         try:
             await self._close_source()
         except Exception as second:  # noqa: BLE001 - the first error is the one to raise
-            error.add_note(f"Closing the source failed too: {second!r}")
+            add_note_once(error, f"Closing the source failed too: {shown(second)}")
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None

@@ -11,11 +11,13 @@ from ._context import GroupContext as GroupContext
 from ._context import ReplicaContext as ReplicaContext
 from ._context import RunningReplica as RunningReplica
 from ._errors import format_rows as format_rows
+from ._errors import unless_asked_for as unless_asked_for
 from ._exchanges import Along as Along
 from ._exchanges import Broadcast as Broadcast
 from ._exchanges import all_gather_named as all_gather_named
 from ._failure import add_note_once as add_note_once
 from ._failure import cause_of_unwinding as cause_of_unwinding
+from ._failure import shown as shown
 from ._group import ReplicaGroup as ReplicaGroup
 from ._group import running_ops as running_ops
 from ._group import waits_of as waits_of

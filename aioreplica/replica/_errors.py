@@ -177,6 +177,26 @@ def replica_cancelled_error(
     return error
 
 
+def unless_asked_for(
+    error: BaseException, task: asyncio.Task[object] | None = None
+) -> BaseException:
+    """Return an error of an iterator; another one for a CancelledError that nobody sent to it.
+
+    Args:
+        error: What the iterator raised.
+        task: The task that it runs in; None on a thread, where no cancellation arrives.
+    """
+    if not isinstance(error, asyncio.CancelledError) or (task is not None and task.cancelling()):
+        return error
+    misled = RuntimeError(
+        f"The iterator of run_steps raised {error!r}, which would look like a cancellation of the "
+        "loop, which was not asked for. Catch it in the iterator, and raise an error that says "
+        "what happened."
+    )
+    misled.__cause__ = error
+    return misled
+
+
 def left_behind_error(replica_id: int, step: int, left: Sequence[UnfinishedOp]) -> ContextError:
     """Build the error of a replica that returned while ops of its child tasks are unfinished."""
     more = f" and {len(left) - 1} more" if len(left) > 1 else ""

@@ -27,6 +27,7 @@ from ..device_loop import (
 from ..devices import require_threads, run_on_host
 from ..errors import ContextError
 from ..input import DistributedIterator
+from ..replica import add_note_once
 from ..tree import Tree
 from ..values import split_per_replica
 from ._combine import reduce_tree
@@ -344,7 +345,7 @@ async def _ended(feeder: Feeder, run: Run) -> None:
 
 
 def _raise_source_error(error: BaseException, num_run: int) -> None:
-    error.add_note(f"Raised by the infeed of run_steps, after {num_run} complete steps.")
+    add_note_once(error, f"Raised by the infeed of run_steps, after {num_run} complete steps.")
     try:
         raise error
     finally:

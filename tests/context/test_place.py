@@ -1,12 +1,13 @@
 """The current place, seen from everywhere that code can run."""
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import aioreplica as ar
-from aioreplica.context import DEFAULT_PLACE, PLACE, Place
+from aioreplica.context import DEFAULT_PLACE, PLACE, LoopStep, Place
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
 
@@ -126,6 +127,23 @@ def test_places_describe_themselves() -> None:
     assert Place("S", in_merge=True).describe() == "a merge function of 'S'"
     assert Place("S", Replica()).describe() == "a replica of 'S'"
     assert Place("S", update_replica_id=1).describe() == "the update of component 1 of 'S'"
+
+
+def test_steps_that_count_as_taken_never_become_fewer() -> None:
+    """Device threads go on between any two looks at what they have completed and published."""
+    published = [3, 0]
+
+    class Completed(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            yield from list(super().__iter__())
+            self[:] = [3, 3]  # now all have completed step 2, and one has published in step 3
+            published[0] = 4
+
+    before = LoopStep(0, [2, 2], published).num_taken()
+    after = LoopStep(0, Completed([2, 2]), published).num_taken()
+
+    assert (before, after) == (3, 3)
+    assert LoopStep(0, [3, 3], published).num_taken() == 4
 
 
 @pytest.mark.asyncio
