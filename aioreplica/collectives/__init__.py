@@ -22,6 +22,7 @@ from ._compression import Compressed as Compressed
 from ._compression import Compression as Compression
 from ._compression import Float16 as Float16
 from ._compression import TopK as TopK
+from ._kind import array_like as array_like
 from ._kind import narrowed as narrowed
 from ._kind import pieces as pieces
 from ._kind import reduce_slices as reduce_slices

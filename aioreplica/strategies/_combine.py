@@ -17,6 +17,7 @@ import numpy as np
 
 from ..collectives import (
     CommunicationOptions,
+    array_like,
     concatenate,
     gather_across,
     gather_difference,
@@ -144,8 +145,7 @@ def _add_columns(
             require_reducible(part, "reduce", op)
             if axis is not None:
                 require_dense(part, f"reduce over axis {axis!r}")
-        if axis is None:
-            _same(column, leaf_difference)
+        _same(column, leaf_difference if axis is None else _dtype_difference)
         columns.append(column)
     return spec
 
@@ -181,7 +181,7 @@ async def reduce_pairs(
     """
     require_options(options, what)
     counts = [_entries(destinations, replicas, what) for _, destinations in pairs]
-    flattened = [flatten(value) for value, _ in pairs]
+    flattened = [flatten_summands(value) for value, _ in pairs]
     columns = [column for column, _ in flattened]
     replicas.runtime.open()
     reduced = await reduce_tree(replicas, ReduceOp.parse(op), columns, options=options)
@@ -271,6 +271,7 @@ def _reduce_axis(
         for part in column:
             require_reducible(part, "reduce", op)
             require_dense(part, f"reduce over axis {axis!r}")
+        _same(column, _dtype_difference)
         return reduce_over_axis(op, column, axis)
 
     return _merge_components(_reduced_parts(op, leaf, replicas), merge)
@@ -342,6 +343,11 @@ def _same(column: Sequence[object], compare: Callable[[Any, Any], str | None]) -
         difference = compare(column[0], part)
         if difference is not None:
             raise ValueError(f"Replicas 0 and {replica_id} cannot be combined: {difference}.")
+
+
+def _dtype_difference(first: object, other: object) -> str | None:
+    one, two = array_like(first).dtype, array_like(other).dtype
+    return None if one == two else f"dtypes {one} and {two} differ"
 
 
 async def _maybe_in_thread(value: object, work: Callable[[], object]) -> object:

@@ -163,9 +163,12 @@ async def test_of_a_plain_value(strategy: ar.Strategy) -> None:
         ([np.ones((2, 2)), np.ones((2, 3))], 0, ValueError, "shapes"),
         ([np.ones((0, 2)), np.ones((0, 2))], 0, ValueError, "empty"),
         ([np.ones(2), np.ones(2)], "0", ValueError, "axis"),
+        ([np.ones(2), np.ones(3, "f4")], 0, ValueError, "dtypes float64 and float32 differ"),
+        ([np.ones(2, int), np.ones(2)], 0, ValueError, "dtypes int64 and float64 differ"),
     ],
     ids=["shape", "dtype", "structure", "text", "none", "axis", "negative axis", "twice",
-         "twice from both ends", "scalar", "other axes", "empty", "no axis"],
+         "twice from both ends", "scalar", "other axes", "empty", "no axis", "dtype, over an axis",
+         "integers, over an axis"],
 )  # fmt: skip
 async def test_values_that_cannot_be_reduced(
     pair: ar.MirroredStrategy, values: Any, axis: Any, error: type[Exception], text: str

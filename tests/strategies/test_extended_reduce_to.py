@@ -74,6 +74,19 @@ async def test_for_a_device_the_result_is_plain(strategy: ar.Strategy, device: A
     assert result == sum(range(1, count + 1))
 
 
+async def test_a_part_of_weight_zero_contributes_nothing(strategy: ar.Strategy) -> None:
+    count = strategy.num_replicas_in_sync
+    totals, weights = [6.0] + [float("nan")] * (count - 1), [3] + [0] * (count - 1)
+    part = ar.Weighted(ar.PerReplica(totals), ar.PerReplica(weights))
+    whole = ar.PerReplica([ar.Weighted(t, w) for t, w in zip(totals, weights, strict=True)])
+
+    one = await strategy.extended.reduce_to("sum", part, "cpu:0")
+    two = await strategy.extended.batch_reduce_to("sum", [(part, "cpu:0"), (whole, "cpu:0")])
+
+    assert [(each.total, each.weight) for each in (one, *two)] == [(6.0, 3)] * 3
+    assert (await strategy.reduce("sum", part)).total == 6.0
+
+
 async def test_pytrees_keep_their_structure(strategy: ar.Strategy) -> None:
     value = {"a": per_replica(strategy, 1.0), "b": [per_replica(strategy, 2.0)]}
     variable = new_variable(strategy)
