@@ -9,6 +9,8 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
@@ -76,7 +78,6 @@ class Lifecycle:
 
     __slots__ = (
         "_active",
-        "_drains",
         "_generation",
         "_holds_lanes",
         "_idle",
@@ -84,6 +85,7 @@ class Lifecycle:
         "_label",
         "_lane_names",
         "_loop",
+        "_num_closing",
         "_port",
         "_state",
         "_store",
@@ -106,7 +108,7 @@ class Lifecycle:
         self.gate: StepGate = store.gate
         self.numbers = store.gate if is_bound else StepGate()
         self.open_loops: OpenLoops | None = None
-        self._drains = 0
+        self._num_closing = 0  # calls of `Runtime.aclose`
         self._lane_names = lane_names
         self._is_bound = is_bound
         self._state = "new"
@@ -183,8 +185,8 @@ class Lifecycle:
             ContextError: If it is being closed, or the event loop is not asyncio's.
             LoopMismatchError: If it is bound to another loop that is not closed.
         """
-        # Its runs are being ended: a new one would be waited for, too, or be ended with them.
-        if self._drains:
+        # Its runs and loops are being ended: new ones would be ended with them.
+        if self._num_closing:
             raise ContextError(
                 f"{self._label} is being closed. Wait for `aclose` before it is opened again."
             )
@@ -227,6 +229,15 @@ class Lifecycle:
         self._close()
         self._give_back()
 
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Refuse to be opened again before the block has ended."""
+        self._num_closing += 1
+        try:
+            yield
+        finally:
+            self._num_closing -= 1
+
     async def aclose(self) -> None:
         """End all runs in progress with a ContextError, wait for them, close. Idempotent."""
         if not self._is_bound:
@@ -248,14 +259,10 @@ class Lifecycle:
                 self._leave(self._loop, loop)
         self._close()
         cancelled: list[asyncio.CancelledError] = []
-        self._drains += 1
-        try:
-            for group in tuple(self._active):
-                group.abort(ContextError(f"{self._label} was closed during step {group.step}."))
-            if self._active:
-                await wait_shielded(lambda: not self._active, self._new_idle, cancelled.append)
-        finally:
-            self._drains -= 1
+        for group in tuple(self._active):
+            group.abort(ContextError(f"{self._label} was closed during step {group.step}."))
+        if self._active:
+            await wait_shielded(lambda: not self._active, self._new_idle, cancelled.append)
         # The cancellation waited: lanes are given back when no op can be using them any more.
         self._give_back()
         if cancelled:

@@ -172,19 +172,25 @@ class Runtime:
 
     async def aclose(self) -> None:
         """End runs and loops over datasets, give threads back; see `Strategy.aclose`."""
+        with self.lifecycle.closing():
+            try:
+                await self.lifecycle.aclose()
+            finally:
+                if self.lifecycle.state == "closed":
+                    await self._let_go()
+
+    async def _let_go(self) -> None:
+        self.reducer.clear()
+        if self.iterators is not None:
+            self.iterators.close()
+        if self.compiled is not None:
+            self.compiled.clear()
         try:
-            await self.lifecycle.aclose()
-        finally:
-            if self.lifecycle.state == "closed":
-                self.reducer.clear()
-                if self.iterators is not None:
-                    self.iterators.close()
-                if self.compiled is not None:
-                    self.compiled.clear()
-                if self.lifecycle.open_loops is not None:
-                    await self.lifecycle.open_loops.aclose(repr(self))
-                if self.workers is not None:
-                    await self.workers.aclose()
+            if self.lifecycle.open_loops is not None:
+                await self.lifecycle.open_loops.aclose(repr(self))
+        finally:  # else the other workers would wait for this one
+            if self.workers is not None:
+                await self.workers.aclose()
 
     def __repr__(self) -> str:
         return repr(self.facade)

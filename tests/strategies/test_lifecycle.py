@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import AsyncIterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -269,6 +270,36 @@ async def test_a_cancelled_aclose_still_waits_for_the_runs() -> None:
 
     assert closing.cancelled(), "aclose swallowed its cancellation"
     assert strategy.statistics().state == "closed"
+
+
+@pytest.mark.asyncio
+@no_task_left
+async def test_while_it_closes_a_source_it_is_not_opened_again() -> None:
+    strategy, closes, may_end = mirrored(2), asyncio.Event(), asyncio.Event()
+
+    class Source:
+        async def __aiter__(self) -> AsyncIterator[Any]:
+            try:
+                yield np.ones(2)
+            finally:
+                closes.set()
+                await may_end.wait()
+
+    async def open_again() -> None:
+        await closes.wait()
+        with pytest.raises(ContextError, match="is being closed"):
+            await strategy.__aenter__()
+        may_end.set()
+
+    batches = aiter(strategy.distribute_dataset(Source()))
+    await anext(batches)
+    opening = asyncio.create_task(open_again())
+    with pytest.warns(ResourceWarning, match="broken off"):
+        await strategy.aclose()
+    await opening
+
+    async with strategy:
+        await strategy.run(add_one, (1,))
 
 
 # ---- loops --------------------------------------------------------------------------------------

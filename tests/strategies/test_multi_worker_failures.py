@@ -2,7 +2,7 @@
 
 import asyncio
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from aioreplica.errors import (
 )
 from aioreplica.strategies import MultiWorkerMirroredStrategy
 from tests.sequencer import idle
-from tests.strategies.workers import on_workers, outcomes, strategies
+from tests.strategies.workers import communicator_of, on_workers, outcomes, strategies
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_task_left")]
 Strategy = MultiWorkerMirroredStrategy
@@ -521,3 +521,25 @@ async def test_a_worker_that_leaves_before_its_first_operation_is_not_waited_for
         async with asyncio.timeout(30):
             with pytest.raises(WorkerLostError, match="has left its strategy by KeyError"):
                 await running
+
+
+async def test_a_worker_whose_source_can_not_be_closed_leaves_the_others_all_the_same() -> None:
+    made = strategies(2, 1)
+    held: list[Any] = []
+
+    class Source:
+        def __iter__(self) -> Iterator[Any]:
+            try:
+                while True:
+                    yield np.ones(2)
+            finally:
+                raise OSError("disk gone")
+
+    async def break_off(strategy: ar.Strategy) -> None:
+        held.append(aiter(strategy.distribute_dataset(Source())))
+        await anext(held[-1])
+
+    results = await outcomes(made, [break_off, break_off])
+
+    assert [str(result) for result in results] == ["disk gone"] * 2
+    assert all(communicator_of(strategy).is_closed for strategy in made)
