@@ -40,12 +40,18 @@ def submit_gang(lane_names: Sequence[str], ops: Sequence[AnyOp]) -> None:
     """Put one op on each lane, all or nothing with regard to other gangs.
 
     Two gangs that need the same devices get them in the same order, so neither can hold half of
-    them while it waits for the rest.
+    them while it waits for the rest. If one lane refuses its op, those that have not begun are
+    taken back from the others.
     """
     table = lane_table()
     with table.gang_lock:
-        for name, op in zip(lane_names, ops, strict=True):
-            table.lane(name).put(op)
+        try:
+            for name, op in zip(lane_names, ops, strict=True):
+                table.lane(name).put(op)
+        except BaseException:
+            for op in ops:  # one whose put has failed may be on its lane, too
+                op.withdraw()
+            raise
 
 
 async def run_on_host(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -159,35 +165,39 @@ class OwnLane:
         writes_files: Whether a call that has begun is waited for in an interrupt, too.
     """
 
-    __slots__ = ("_kind", "_lane", "_port", "_writes_files")
+    __slots__ = ("_generation", "_kind", "_lane", "_port", "_writes_files")
 
     def __init__(self, kind: str = "input", *, writes_files: bool = False) -> None:
         self._kind = kind
         self._writes_files = writes_files
         self._lane: Lane | None = None
+        self._generation = 0  # of the lane
         self._port: CompletionQueue | None = None
 
     @property
     def is_busy(self) -> bool:
         """True if a call runs that was given up because of an interrupt."""
-        return self._lane is not None and self._lane.statistics().running > 0
+        lane = self._living()
+        return lane is not None and lane.statistics().running > 0
 
     def run(self, fn: Callable[..., T], *args: Any) -> Op[T]:
         """Return an op that calls `fn` on the thread once it is awaited."""
         self._port = CompletionQueue.of_running_loop()
-        if self._lane is None:
+        lane = self._living()
+        if lane is None:
             number = next(REGISTRY.once("source_lanes", itertools.count))
-            name = f"{self._kind}:{number}"
-            lane_table().acquire((name,))
-            self._lane = lane_table().lane(name, num_streams=1)
-        op = run_on_lane(self._lane, self._port, fn, args, {})
+            name, table = f"{self._kind}:{number}", lane_table()
+            table.acquire((name,))
+            lane = self._lane = table.lane(name, num_streams=1)
+            self._generation = table.generation
+        op = run_on_lane(lane, self._port, fn, args, {})
         if self._writes_files:
             op.writes_files = True
         return op
 
     def close(self) -> None:
         """End the thread, and see it gone unless it is busy; idempotent."""
-        lane, self._lane = self._lane, None
+        lane, self._lane = self._living(), None
         if lane is not None:
             is_busy = lane.statistics().running > 0
             _end(lane)
@@ -196,13 +206,20 @@ class OwnLane:
 
     def __del__(self) -> None:
         """End the thread of an owner that was dropped: soon, as the collector may be the caller."""
-        lane, port = getattr(self, "_lane", None), getattr(self, "_port", None)
+        port = getattr(self, "_port", None)
+        lane = None if port is None else self._living()
         if lane is None or port is None:
             return
         try:
             port.loop.call_soon_threadsafe(_end, lane)
         except RuntimeError:  # the event loop is closed
             _end(lane)
+
+    def _living(self) -> Lane | None:
+        """Return the lane; in the child of a fork its thread does not exist, and it is dropped."""
+        if self._lane is not None and self._generation != lane_table().generation:
+            self._lane = None
+        return self._lane
 
 
 def _end(lane: Lane) -> None:

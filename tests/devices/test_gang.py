@@ -8,6 +8,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.devices import CompletionQueue, Op, lane_table, submit_gang
+from aioreplica.errors import DeviceError
 
 LIMIT_S = 60
 NUM_GANGS = 300
@@ -30,6 +31,24 @@ async def test_a_gang_needs_one_op_per_lane(lane_names: tuple[str, str]) -> None
 
     with pytest.raises(ValueError, match=r"shorter|longer"):
         submit_gang(lane_names, [op])
+
+
+@pytest.mark.asyncio
+async def test_of_a_gang_that_can_not_be_put_nothing_runs(lane_names: tuple[str, str]) -> None:
+    port, free, ran = CompletionQueue.of_running_loop(), threading.Event(), list[int]()
+    first, second = (lane_table().lane(name) for name in lane_names)
+    held = Op(port, free.wait, (LIMIT_S,), {})
+    first.put(held)
+    second.stop()
+
+    with pytest.raises(DeviceError):
+        submit_gang(lane_names, [Op(port, ran.append, (i,), {}) for i in range(2)])
+
+    behind = Op(port, int, (), {})
+    first.put(behind)
+    free.set()
+    assert [await held, await behind] == [True, 0]
+    assert ran == []
 
 
 @pytest.mark.asyncio

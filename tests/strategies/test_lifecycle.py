@@ -394,3 +394,42 @@ def test_a_fork_closes_it_in_the_child(where: str) -> None:
     done = in_a_process(FORK, where)
 
     assert done.returncode == 0, done.stderr
+
+
+FORK_LOOP = """
+import asyncio, os, signal, sys, traceback, warnings
+warnings.simplefilter("ignore")
+import aioreplica as ar
+
+strategy, ran = ar.MirroredStrategy(["cpu:0", "cpu:1"]), []
+
+def step(ctx, x):
+    if ar.get_replica_context().replica_id_in_sync_group == 0:
+        ran.append(x)
+
+async def child(numbers):
+    async with strategy:
+        return await strategy.run_steps(step, numbers, 3)
+
+numbers = (number for number in range(5))
+asyncio.run(strategy.run_steps(step, numbers, 2))
+pid = os.fork()
+if not pid:
+    signal.alarm(20)
+    try:
+        result = asyncio.run(child(numbers))
+        assert (result.steps_run, ran) == (3, [0, 1, 2, 3, 4]), (result, ran)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+sys.exit(os.waitpid(pid, 0)[1] != 0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_loop_goes_on_with_its_iterator_in_the_child_of_a_fork() -> None:
+    done = in_a_process(FORK_LOOP)
+
+    assert done.returncode == 0, done.stderr
