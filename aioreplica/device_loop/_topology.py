@@ -46,9 +46,10 @@ class TPUClusterResolver:
     cores_per_host: int | None = None
 
     def __post_init__(self) -> None:
-        require_positive("num_hosts", self.num_hosts)
+        object.__setattr__(self, "num_hosts", checked_number("num_hosts", self.num_hosts))
         if self.cores_per_host is not None:
-            require_positive("cores_per_host", self.cores_per_host)
+            cores = checked_number("cores_per_host", self.cores_per_host)
+            object.__setattr__(self, "cores_per_host", cores)
 
 
 @final
@@ -125,6 +126,11 @@ class Topology:
             return tuple(tuple(replicas) for _, replicas in hosts)
         return tuple(tuple(range(i, min(i + size, count))) for i in range(0, count, size))
 
+    @property
+    def host_ids(self) -> tuple[int, ...]:
+        """The number of each host in use, as `host_of` gives it."""
+        return tuple(self.host_of(replicas[0]) for replicas in self.host_replicas)
+
     def host_of(self, replica_id: int) -> int:
         """Return the host of a replica.
 
@@ -171,7 +177,7 @@ def find_topology(
             more cores wanted than the topology has.
     """
     if num_cores is not None:
-        require_positive("num_cores", num_cores)
+        num_cores = checked_number("num_cores", num_cores)
     if resolver is None:
         count = num_cores or num_available
         return Topology(count, count)
@@ -191,17 +197,22 @@ def find_topology(
     return Topology(num_cores or hosts * cores, cores)
 
 
-def require_positive(name: str, value: Any) -> None:
-    """Check a count.
+def checked_number(name: str, value: Any) -> int:
+    """Return a count of hosts or cores as an int.
 
     Raises:
         TypeError: If it is not an int.
         ValueError: If it is below 1.
     """
-    if isinstance(value, bool) or not isinstance(value, int):
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {value!r}.")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}.")
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {number}.")
+    return number
 
 
 def _numbers_of(resolver: Any) -> tuple[int, int | None]:
@@ -212,7 +223,5 @@ def _numbers_of(resolver: Any) -> tuple[int, int | None]:
             f"A resolver says num_hosts and cores_per_host, got {resolver!r} "
             f"({type(resolver).__name__}). Use ar.TPUClusterResolver(num_hosts, cores_per_host)."
         ) from None
-    require_positive("num_hosts", hosts)
-    if cores is not None:
-        require_positive("cores_per_host", cores)
-    return hosts, cores
+    cores = None if cores is None else checked_number("cores_per_host", cores)
+    return checked_number("num_hosts", hosts), cores

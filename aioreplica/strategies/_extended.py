@@ -35,7 +35,7 @@ from ._combine import (
     reduce_pairs,
     reduce_tree,
 )
-from ._runtime import Replicas
+from ._runtime import Replicas, Runtime
 
 if TYPE_CHECKING:
     from ._strategy import Strategy
@@ -111,15 +111,12 @@ class Extended:
         """Return the device of ordinary code on a host, its first CPU.
 
         Args:
-            host_id: The hosts of a `TPUStrategy` count from 0, as do workers; else there is one.
+            host_id: Of a `TPUStrategy` one that `host_of` gives; of several workers a rank; else 0.
 
         Raises:
             ValueError: If there is no such host.
         """
-        workers = self._runtime.workers
-        num_hosts = len(self._runtime.host_replicas) if workers is None else workers.num_workers
-        if host_id not in range(num_hosts):
-            raise ValueError(f"There is no host {host_id!r}: ids are 0 to {num_hosts - 1}.")
+        _require_host(self._runtime, host_id)
         return list_devices("cpu")[0]
 
     # ---- results that live somewhere ---------------------------------------------------------
@@ -486,6 +483,17 @@ def _chosen(devices: object, known: tuple[Device, ...]) -> tuple[Device, ...]:
             f"({', '.join(map(str, known))}). Pass what extended.non_slot_devices(var_list) gave."
         )
     return chosen
+
+
+def _require_host(runtime: Runtime, host_id: object) -> None:
+    workers, topology = runtime.workers, runtime.topology
+    ids: Sequence[int] = range(1 if workers is None else workers.num_workers)
+    if topology is not None:
+        ids = topology.host_ids
+    if host_id not in ids:
+        is_dense = len(ids) == ids[-1] + 1
+        known = f"0 to {ids[-1]}" if is_dense else ", ".join(map(str, ids))
+        raise ValueError(f"There is no host {host_id!r}: ids are {known}.")
 
 
 @final

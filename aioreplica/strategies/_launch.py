@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, SupportsIndex, final
 
 from .._functions import UNFINISHED, is_async, require_no_yield, unfinished_error
 from ..collectives import broadcast_arrays
@@ -57,10 +58,30 @@ class RunOptions:
             raise ValueError(
                 f"stall_timeout must be positive seconds or None, got {self.stall_timeout!r}."
             )
-        if self.seed is not None and (not isinstance(self.seed, int) or self.seed < 0):
+        seed = None if self.seed is None else as_int(self.seed)
+        if self.seed is not None and (seed is None or seed < 0):
             raise ValueError(f"seed must be an int >= 0 or None, got {self.seed!r}.")
-        if type(self.send_bound) is not int or self.send_bound < 1:
+        send_bound = as_int(self.send_bound)
+        if send_bound is None or send_bound < 1:
             raise ValueError(f"send_bound must be an int >= 1, got {self.send_bound!r}.")
+        object.__setattr__(self, "seed", seed)
+        object.__setattr__(self, "send_bound", send_bound)
+
+
+def as_int(value: object) -> int | None:
+    """Return an integer of any library as an int; None of anything else, bools included.
+
+    Example:
+        >>> import numpy as np
+        >>> as_int(np.int64(3)), as_int(3.0), as_int(True)
+        (3, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:  # an array of several has the method
+        return None
 
 
 DEFAULT_OPTIONS = RunOptions()

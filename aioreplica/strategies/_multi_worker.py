@@ -21,6 +21,7 @@ from ..cluster import (
 )
 from ..collectives import CommunicationOptions, gather_bytes, require_options
 from ..devices import Device
+from ._launch import as_int
 from ._mirrored import chosen_devices, new_mirrored
 from ._runtime import VariableTable
 from ._strategy import Strategy
@@ -183,10 +184,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         """
         if not isinstance(savepoint, Savepoint):
             raise TypeError(f"grow takes an ar.checkpoint.Savepoint, got {savepoint!r}.")
-        if not isinstance(num_workers, int) or isinstance(num_workers, bool):
+        wanted = as_int(num_workers)
+        if wanted is None:
             raise TypeError(f"grow takes a number of workers, got {num_workers!r}.")
         workers = self._between_steps("grow")
-        num_new = num_workers - workers.num_workers
+        num_new = wanted - workers.num_workers
         if num_new < 0:
             raise ValueError(
                 f"There are {workers.num_workers} workers already, got {num_workers}; `shrink` is "

@@ -18,7 +18,7 @@ from ..typing import OpName, ReduceOp
 from ..values import PerReplica, Snapshot, Variable, VariableOptions, take_snapshot, wait_error
 from ._combine import Axis, gather_tree, local_results, reduce_tree
 from ._extended import Extended, GroupView
-from ._launch import DEFAULT_OPTIONS, RunOptions, launch, require_runnable
+from ._launch import DEFAULT_OPTIONS, RunOptions, as_int, launch, require_runnable
 from ._lifecycle import StrategyStatistics
 from ._runtime import Replicas, Runtime, Scope
 from ._watching import Telemetry, Tracing
@@ -398,11 +398,12 @@ class Strategy:
         """
         runtime = self._runtime
         take_snapshot(runtime.store, (variable,))
-        if isinstance(version, bool) or not isinstance(version, int):
+        count = as_int(version)
+        if count is None:
             raise TypeError(f"wait_for_version counts writes with an int, got {version!r}.")
-        if runtime.lifecycle.state == "closed" and variable.version < version:
-            raise wait_error(variable, version, f"{self!r} is closed.")
-        return await runtime.store.wait_for(variable, version)
+        if runtime.lifecycle.state == "closed" and variable.version < count:
+            raise wait_error(variable, count, f"{self!r} is closed.")
+        return await runtime.store.wait_for(variable, count)
 
     @property
     def trainable_variables(self) -> tuple[Variable, ...]:

@@ -89,8 +89,8 @@ class TPUStrategy(Strategy):
 
     @property
     def num_replicas_per_host(self) -> int:
-        """Number of replicas per host; the last host may have fewer."""
-        return len(self._runtime.host_replicas[0])
+        """Number of replicas per host; a host with fewer cores in use has fewer."""
+        return max(map(len, self._runtime.host_replicas))
 
     def host_of(self, replica_id: int) -> int:
         """Return the host that a replica's core belongs to.

@@ -76,6 +76,10 @@ def test_an_assignment_may_leave_out_cores_and_hosts() -> None:
         assert (made.num_hosts, made.steps_per_run) == (2, 3)
         assert [made.host_of(i) for i in range(3)] == [0, 2, 2]
         assert made.replica_names[2] == "/job:tpu_worker/replica:0/task:2/device:CPU:1"
+        assert made.num_replicas_per_host == 2
+        assert made.extended.get_host_cpu_device(2) == ar.Device("cpu:0")
+        with pytest.raises(ValueError, match=r"no host 1: ids are 0, 2\."):
+            made.extended.get_host_cpu_device(1)
 
 
 @pytest.mark.asyncio
