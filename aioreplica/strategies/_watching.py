@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from contextlib import suppress
@@ -18,6 +19,9 @@ from ._runtime import Runtime
 if TYPE_CHECKING:
     from ..telemetry._trace import TraceRecorder
     from ._loop_watch import LoopWatch
+
+NUMBERS = itertools.count()
+"""Of the files that traces are written to first."""
 
 
 @final
@@ -190,7 +194,8 @@ class Tracing:
     def _write(self) -> None:
         from ..telemetry._trace import chrome_json
 
-        part = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")
+        # Several may be written at once, also to one path.
+        part = self._path.with_name(f"{self._path.name}.{os.getpid()}.{next(NUMBERS)}.part")
         try:
             with part.open("wb") as file:
                 for piece in chrome_json(self._trace.timeline()):

@@ -2,6 +2,8 @@
 
 import asyncio
 import errno
+import itertools
+import json
 import logging
 import os
 import re
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 import aioreplica as ar
+from aioreplica.strategies import _watching
 from aioreplica.strategies._loop_watch import HoldFinder, RanOp, where_is
 from tests.sequencer import Sequencer
 
@@ -175,6 +178,31 @@ async def test_a_trace_is_written_when_the_block_is_left(
     assert names_in(tmp_path) == [path.name]
 
 
+async def test_two_saves_at_once_do_not_mix(
+    pair: ar.MirroredStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from aioreplica.telemetry import _trace
+
+    path, both_there = tmp_path / "run.json", threading.Barrier(2)
+    chrome_json = _trace.chrome_json
+
+    def held(*args: Any) -> Iterator[bytes]:
+        first, *rest = chrome_json(*args)
+        yield first
+        both_there.wait(10)
+        yield from rest
+
+    async with pair.trace(path) as tracing:
+        await pair.run(meet)
+        with monkeypatch.context() as patch:
+            patch.setattr(_trace, "chrome_json", held)
+            await asyncio.gather(tracing.save(), tracing.save())
+        saved = path.read_text()
+
+    assert "step 0" in str(json.loads(saved))
+    assert names_in(tmp_path) == [path.name]
+
+
 async def test_a_trace_of_a_failed_block_is_written_and_the_error_stays(
     pair: ar.MirroredStrategy, tmp_path: Path
 ) -> None:
@@ -261,10 +289,14 @@ async def test_a_full_disk_is_a_warning_and_the_old_trace_stays(
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 async def test_a_disk_that_is_really_full(
-    pair: ar.MirroredStrategy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    pair: ar.MirroredStrategy,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = tmp_path / "run.json"
-    (tmp_path / f"run.json.{os.getpid()}.part").symlink_to("/dev/full")
+    monkeypatch.setattr(_watching, "NUMBERS", itertools.count(7))
+    (tmp_path / f"run.json.{os.getpid()}.7.part").symlink_to("/dev/full")
 
     with caplog.at_level(logging.WARNING, "aioreplica.telemetry"):
         async with pair.trace(path):
