@@ -287,9 +287,11 @@ async def test_while_it_closes_a_source_it_is_not_opened_again() -> None:
 
     async def open_again() -> None:
         await closes.wait()
-        with pytest.raises(ContextError, match="is being closed"):
-            await strategy.__aenter__()
-        may_end.set()
+        try:
+            with pytest.raises(ContextError, match="is being closed"):
+                await strategy.__aenter__()
+        finally:
+            may_end.set()
 
     batches = aiter(strategy.distribute_dataset(Source()))
     await anext(batches)
