@@ -16,9 +16,9 @@ from typing import Any, final
 
 import numpy as np
 
-from ..devices.backends import backend_of
+from ..devices.backends import backend_of, result_dtype
 from ..errors import ContextError
-from ..tree import Array
+from ..tree import Array, DType
 from ..typing import ReduceOp, VariableAggregation
 from ._distributed import PerReplica, new_per_replica
 from ._indexed_slices import IndexedSlices
@@ -88,11 +88,19 @@ def aggregate(aggregation: VariableAggregation, arrays: Sequence[Any]) -> Any:
 
 
 def _joined(aggregation: VariableAggregation, parts: Sequence[IndexedSlices]) -> IndexedSlices:
-    """Sum rows over replicas by joining them; a mean divides each row first."""
+    """Sum rows over replicas by joining them; a mean adds up those of one index and divides once.
+
+    As of dense arrays, a mean of integers is float64, and halves are added and divided in float32.
+    """
     values = np.concatenate([part.values for part in parts])
-    if aggregation is VariableAggregation.MEAN:
-        values = values / len(parts)
-    return IndexedSlices(values, np.concatenate([p.indices for p in parts]), parts[0].dense_shape)
+    indices, shape = np.concatenate([part.indices for part in parts]), parts[0].dense_shape
+    if aggregation is not VariableAggregation.MEAN:
+        return IndexedSlices(values, indices, shape)
+    dtype = result_dtype(ReduceOp.MEAN, values.dtype)
+    wide = np.promote_types(dtype, np.float32)
+    total = IndexedSlices(values.astype(wide, copy=False), indices, shape).combined()
+    mean = (total.values / len(parts)).astype(dtype, copy=False)
+    return IndexedSlices(mean, total.indices, shape)
 
 
 def _merge_write(
@@ -116,10 +124,19 @@ async def _write_across(
 def _write(
     variable: MirroredVariable, verb: str, combined: Any
 ) -> PerReplica | Awaitable[PerReplica]:
-    if variable.dtype.kind in "iu" and not isinstance(combined, IndexedSlices):
-        combined = np.rint(combined).astype(variable.dtype)  # a mean of integers, rounded once
+    if variable.aggregation is VariableAggregation.MEAN and variable.dtype.kind in "iu":
+        combined = _rounded(combined, variable.dtype)
     new = variable._combine(verb, combined)
     return new_per_replica(new) if isinstance(new, tuple) else _own_parts(new)
+
+
+def _rounded(mean: Any, dtype: DType) -> Any:
+    """Round a mean of integers, once; where float64 has left the range it is the greatest one."""
+    if isinstance(mean, IndexedSlices):
+        return IndexedSlices(_rounded(mean.values, dtype), mean.indices, mean.dense_shape)
+    greatest, whole = np.iinfo(dtype).max, np.rint(mean)
+    is_over = whole >= float(greatest)  # 2.0**63 for int64; the least one is exact in float64
+    return np.where(is_over, dtype.type(greatest), np.where(is_over, 0, whole).astype(dtype))
 
 
 async def _own_parts(pending: Awaitable[Components]) -> PerReplica:
