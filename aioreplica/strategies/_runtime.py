@@ -299,12 +299,16 @@ class VariableTable:
     Variables are held weakly: one that the program has dropped is gone, and its name is free.
     """
 
-    __slots__ = ("_by_name", "_by_number", "_equal_names", "_lock", "_next", "_num_equal")
+    __slots__ = (
+        "_by_name", "_by_number", "_equal_names", "_last_numbers", "_lock", "_next", "_num_equal",
+        "_num_gone",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._by_number: WeakValueDictionary[int, Variable] = WeakValueDictionary()
         self._by_name: WeakValueDictionary[str, Variable] = WeakValueDictionary()
-        self._next = self._num_equal = 0
+        self._next = self._num_equal = self._num_gone = 0
+        self._last_numbers: dict[str, int] = {}  # given last to each name, unless any was freed
         self._equal_names: set[str] = set()
         self._lock = threading.Lock()  # device threads make slots and variables too
 
@@ -377,8 +381,15 @@ class VariableTable:
                 yield reference.key, variable
 
     def _free(self, name: str) -> str:
-        free, number = name, 0
-        while free in self._by_name:
+        """Return the name, or that with the first number that is free; under the lock."""
+        if name not in self._by_name:
+            return name
+        num_gone = self._next - len(self._by_number)
+        if num_gone != self._num_gone:  # names below those that were given last may be free again
+            self._num_gone = num_gone
+            self._last_numbers.clear()
+        number = self._last_numbers.get(name, 1)
+        while (free := f"{name}_{number}") in self._by_name:
             number += 1
-            free = f"{name}_{number}"
+        self._last_numbers[name] = number
         return free

@@ -137,6 +137,29 @@ def test_names_are_unique_within_a_strategy() -> None:
     assert len(strategy._runtime.variable_table) == 4
 
 
+def test_a_free_name_is_found_without_trying_all_that_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    strategy = ar.MirroredStrategy(["cpu:0"])
+    asked: list[object] = []
+
+    class Counted(weakref.WeakValueDictionary[str, ar.Variable]):
+        def __contains__(self, key: object) -> bool:
+            asked.append(key)
+            return super().__contains__(key)
+
+    monkeypatch.setattr(strategy._runtime.variable_table, "_by_name", Counted())
+    with strategy.scope():
+        made = [ar.Variable(0.0) for _ in range(100)]
+        assert [v.name for v in made] == ["variable", *(f"variable_{i}" for i in range(1, 100))]
+        assert len(asked) < 400
+
+        del made[3:6]  # their names are free, the first one of them first
+        gc.collect()
+        made += [ar.Variable(0.0) for _ in range(4)]
+    assert [v.name[9:] for v in made[-4:]] == ["3", "4", "5", "100"]
+
+
 def test_trainable_variables_are_listed_in_order() -> None:
     strategy = ar.MirroredStrategy(["cpu:0", "cpu:1"])
 
