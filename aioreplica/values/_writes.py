@@ -103,7 +103,7 @@ def fitting_array(value: Any, name: str, shape: tuple[int, ...], dtype: DType) -
 
     Raises:
         ValueError: If the shape differs, the dtype would lose its kind (floats into integers), or
-            a Python number does not fit.
+            a Python number does not fit, alone or in a list.
         ContextError: If it is a value of a function that jax transforms.
     """
     try:
@@ -129,11 +129,11 @@ def fitting_array(value: Any, name: str, shape: tuple[int, ...], dtype: DType) -
             f"Variable {name!r} has dtype {dtype}, cannot assign a value of "
             f"dtype {array.dtype}. Cast it with .astype({str(dtype)!r}) first."
         )
-    if not same_kind and dtype.kind in "iu":
-        limits = np.iinfo(dtype)
-        if not limits.min <= value <= limits.max:
+    if dtype.kind in "iu" and isinstance(value, (int, list, tuple)) and array.size:
+        limits, least, most = np.iinfo(dtype), int(array.min()), int(array.max())
+        if least < limits.min or most > limits.max:
             raise ValueError(
                 f"Variable {name!r} of dtype {dtype} holds {limits.min} to "
-                f"{limits.max}, cannot assign {value}."
+                f"{limits.max}, cannot assign {least if least < limits.min else most}."
             )
     return array.astype(dtype, copy=False)

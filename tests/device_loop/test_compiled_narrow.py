@@ -430,3 +430,19 @@ async def test_counts_of_steps_that_32_bits_do_not_hold(pair: ar.Strategy) -> No
     with pytest.raises(OverflowError, match=r"have made \[2146435073\] updates"):
         await pair.run_steps(step, iter(vectors(pair, 1)), 1, compile="jax")
     assert w.version == 1
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("int8", 300), ("uint16", -1), ("int32", 2**40)])
+@pytest.mark.parametrize("options", [{}, {"compile": "jax"}], ids=["plain", "compiled"])
+async def test_an_int_that_a_variable_does_not_hold_is_refused(
+    pair: ar.Strategy, dtype: str, value: int, options: Any
+) -> None:
+    with pair.scope():
+        v = ar.Variable(np.zeros((), dtype), trainable=False, aggregation="sum")
+
+    def step(ctx: ar.MultiStepContext, x: Any) -> None:
+        v.blocking.assign(value)
+
+    with pytest.raises(ValueError, match=f"holds .*, cannot assign {value}"):
+        await pair.run_steps(step, iter(vectors(pair, 1)), 1, **options)
+    assert v.version == 0

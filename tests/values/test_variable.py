@@ -350,3 +350,54 @@ async def test_an_int_that_does_not_fit_is_refused(value: int) -> None:
 
     assert variable.value == 3
     assert await variable.assign(255) == 255
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8", "uint64"])
+async def test_an_int_is_held_to_the_limits_wherever_it_is_written(
+    pair: ar.MirroredStrategy, dtype: str
+) -> None:
+    limits = np.iinfo(dtype)
+    with pair.scope():
+        variable = ar.Variable(np.zeros((), dtype), aggregation="only_first_replica")
+        total = ar.Variable(np.zeros((), dtype), aggregation="sum", synchronization="on_read")
+
+    async def step(value: int) -> None:
+        await variable.assign(value)
+
+    def plain(value: int) -> None:
+        variable.blocking.assign(value)
+
+    async def count(value: int) -> None:
+        await total.assign_add(value)
+
+    ways: list[Any] = [
+        variable.assign,
+        total.assign,
+        lambda value: pair.extended.update(variable, lambda v: v.assign(value)),
+        *(lambda value, fn=fn: pair.run(fn, (value,)) for fn in (step, plain, count)),
+    ]
+    for write in ways:
+        for value in (limits.min - 1, limits.max + 1, 10**30, -(10**30)):
+            text = rf"holds {limits.min} to {limits.max}, cannot assign {value}\."
+            with pytest.raises(ValueError, match=text):
+                await write(value)
+    assert variable.version == total.version == 0
+    for write in (variable.assign, ways[3], ways[4]):
+        for value in (limits.min, limits.max, True):
+            await write(value)
+            assert variable.value == value
+
+
+@pytest.mark.asyncio
+async def test_lists_are_held_to_the_limits_and_arrays_are_not() -> None:
+    """NumPy's own numbers are cast as it casts them, if the kind is the same."""
+    variable = ar.Variable(np.zeros(2, np.int8))
+
+    for value in ([1, 300], (-129, 1)):
+        with pytest.raises(ValueError, match=r"holds -128 to 127, cannot assign (300|-129)\."):
+            await variable.assign(value)
+    assert variable.version == 0
+    assert (await variable.assign([-128, True])).tolist() == [-128, 1]
+    assert (await variable.assign(np.array([1, 300]))).tolist() == [1, 44]
+    assert await ar.Variable(np.int8(0)).assign(np.int64(300)) == 44

@@ -203,6 +203,8 @@ class StepTrace:
         if isinstance(value, IndexedSlices) or verb.startswith("scatter"):
             raise TypeError(f"{verb} of {variable.name!r} with IndexedSlices cannot be compiled.")
         given = value.value if isinstance(value, Variable) else value
+        if isinstance(given, int):
+            fitting(variable, given)  # before jax refuses it for a reason of its own
         array, old = as_traced(given), self.read(variable)
         fitting(variable, given if isinstance(given, int) else _blank(array))
         if may_wrap(variable):

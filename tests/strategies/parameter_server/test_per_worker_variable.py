@@ -154,6 +154,9 @@ async def test_threads_of_a_worker_write_a_variable_one_at_a_time() -> None:
     assert variable.value == 800
     with pytest.raises(ValueError, match="shape"):
         variable.assign(np.zeros(2))
+    with pytest.raises(ValueError, match="cannot assign 9223372036854775808"):
+        variable.assign_add(2**63)
+    assert variable.value == 800
 
 
 def add_here(counter: Any, first: Any, later: Any, gate: Gate) -> tuple[int, int]:

@@ -110,6 +110,25 @@ async def test_the_first_error_is_raised_once_and_cancels_the_rest(kind: Any) ->
         assert coordinator.statistics().num_cancelled == 3
 
 
+def add_too_much(v: Any) -> None:
+    v.assign_add(300)
+
+
+@pytest.mark.asyncio
+async def test_an_int_that_a_variable_does_not_hold_is_refused_before_a_push() -> None:
+    text = "holds -128 to 127, cannot assign 300"
+    async with opened(1) as (strategy, coordinator):
+        with strategy.scope():
+            v = ar.Variable(np.int8(1))
+        with pytest.raises(ValueError, match=text):
+            await v.assign(300)
+        await coordinator.schedule(add_too_much, (v,))
+        with pytest.raises(ValueError, match=text):
+            await coordinator.join()
+        assert await v.read() == 1
+        assert coordinator.statistics().pushes == 0
+
+
 def not_finite(w: Any, optimizer: Any) -> None:
     optimizer.apply_gradients([(np.array([1.0, np.nan]), w)])
 
