@@ -90,7 +90,7 @@ async def _check_workers(
 
 
 def _checked(runtime: Runtime, variables: object) -> list[Variable]:
-    if not isinstance(variables, Iterable):
+    if isinstance(variables, Variable) or not isinstance(variables, Iterable):
         raise TypeError(
             f"check_in_sync needs a list of variables, got {variables!r} "
             f"({type(variables).__name__})."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,17 @@ class ArrayLike(NDArrayOperatorsMixin, ABC):
 
     def __len__(self) -> int:
         return len(self.value)
+
+    # Python would index row by row: each of the value of its moment, and a scalar has none.
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.value)
+
+    def __reversed__(self) -> Any:
+        return reversed(self.value)
+
+    def __contains__(self, item: object) -> bool:
+        return _value_of(item) in self.value
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
         return np.array(self.value, dtype=dtype, copy=copy)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final, overload
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from ..tree import register_node
+from ._array_like import ArrayLike
 
 T = TypeVar("T")
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ class DistributedValues(NDArrayOperatorsMixin, Sequence[V_co]):
     __slots__ = ("_devices", "_values")
 
     def __init__(self, values: Iterable[V_co], *, devices: Sequence[str] | None = None) -> None:
-        unordered = isinstance(values, (str, bytes, Mapping, Set))
-        if unordered or not isinstance(values, Iterable):
+        is_one = isinstance(values, (str, bytes, Mapping, Set, ArrayLike))
+        if is_one or not isinstance(values, Iterable):
             raise TypeError(
                 f"{type(self).__name__} needs a sequence with one value per replica, "
                 f"got {values!r}. Wrap a single value in a list."

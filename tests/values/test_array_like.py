@@ -75,6 +75,43 @@ def test_a_variable_of_several_numbers_is_not_a_number() -> None:
     assert f"{v}" == repr(v)
 
 
+# ---- rows --------------------------------------------------------------------------------------
+
+
+def test_rows_are_those_of_the_value() -> None:
+    v = ar.Variable([[1.0, 2.0], [3.0, 4.0]])
+
+    assert [row.tolist() for row in v] == [[1.0, 2.0], [3.0, 4.0]]
+    assert [row.tolist() for row in reversed(v)] == [[3.0, 4.0], [1.0, 2.0]]
+    a, b = v
+    assert (a + b).tolist() == [4.0, 6.0]
+    assert 3.0 in v
+    assert 5.0 not in v
+    assert ar.Variable(4.0) in v
+
+
+def test_a_scalar_has_no_rows() -> None:
+    v = ar.Variable(3.0)
+
+    for fn in (list, sum, reversed):
+        with pytest.raises(TypeError, match=r"0-d array|unsized"):
+            fn(v)
+    assert 3.0 in v
+
+
+@pytest.mark.asyncio
+async def test_rows_that_are_read_in_a_loop_are_of_one_version(pair: ar.MirroredStrategy) -> None:
+    with pair.scope():
+        v = ar.Variable([1.0, 2.0, 3.0])
+    for order, expected in ((iter, [1.0, 2.0, 3.0]), (reversed, [3.0, 2.0, 1.0])):
+        await v.assign([1.0, 2.0, 3.0])
+        seen = []
+        for row in order(v):
+            seen.append(float(row))
+            await v.assign_add([10.0, 10.0, 10.0])
+        assert seen == expected
+
+
 # ---- writing -----------------------------------------------------------------------------------
 
 

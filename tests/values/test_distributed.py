@@ -55,7 +55,9 @@ def test_the_components_are_the_objects_themselves(kind: Any) -> None:
     assert value[1] is second
 
 
-@pytest.mark.parametrize("bad", [5, None, "ab", b"ab", {"a": 1, "b": 2}, {1, 2}])
+@pytest.mark.parametrize(
+    "bad", [5, None, "ab", b"ab", {"a": 1, "b": 2}, {1, 2}, ar.Variable([1.0, 2.0])]
+)
 def test_values_that_are_not_a_sequence_are_a_type_error(kind: Any, bad: Any) -> None:
     with pytest.raises(TypeError, match="one value per replica"):
         kind(bad)
