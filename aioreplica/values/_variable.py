@@ -79,8 +79,8 @@ class _VariableType(ABCMeta):
         def __call__(cls, *args: Any, **kwargs: object) -> object:
             if cls is Variable:
                 creators = CREATORS.get()
-                if creators and len(args) == 1:
-                    options = {"initial_value": args[0], **kwargs}
+                if creators and len(args) + ("initial_value" in kwargs) == 1:
+                    options = {"initial_value": args[0], **kwargs} if args else kwargs
                     return create_through(creators, _create_variable, options)
                 return _create_variable(*args, **kwargs)
             return super().__call__(*args, **kwargs)

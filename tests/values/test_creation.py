@@ -35,6 +35,16 @@ def test_the_innermost_creator_is_called_and_calls_the_next() -> None:
     assert not both.trainable
 
 
+def test_a_creator_is_called_for_a_value_that_is_named() -> None:
+    strategy, seen = mirrored(2), []  # type: ignore[var-annotated]
+    with strategy.scope(), strategy.extended.variable_creator_scope(renaming("x", seen)):
+        made = ar.Variable(initial_value=[1.0, 2.0], name="w")
+        with pytest.raises(TypeError, match="multiple values for argument 'initial_value'"):
+            ar.Variable(1.0, initial_value=2.0)  # type: ignore[misc]  # pyright: ignore[reportCallIssue]
+
+    assert (made.name, made.value.tolist(), seen) == ("w.x", [1.0, 2.0], ["x w"])
+
+
 def test_a_creator_is_for_its_strategy_alone() -> None:
     strategy, seen = mirrored(2), []  # type: ignore[var-annotated]
     with strategy.extended.variable_creator_scope(renaming("x", seen)):
