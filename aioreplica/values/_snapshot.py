@@ -56,6 +56,13 @@ class Snapshot(Leaf, Mapping[Variable, Array]):
         """Seconds since the snapshot was taken."""
         return monotonic() - self._taken_s
 
+    def __contains__(self, variable: object) -> bool:
+        found = self._keys.get(variable) if isinstance(variable, str) else variable
+        try:
+            return found in self._components  # without the value, which not every variable has here
+        except TypeError:
+            return False  # it has no hash
+
     def __getitem__(self, variable: Variable | str) -> Array:
         found = self._keys.get(variable) if isinstance(variable, str) else variable
         try:

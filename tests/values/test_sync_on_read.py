@@ -270,8 +270,11 @@ async def test_a_snapshot_gives_the_aggregate_of_its_moment(
 def test_a_snapshot_without_an_aggregation_has_no_value(pair: ar.MirroredStrategy) -> None:
     variable = new(pair, 0.0, "none", name="w")
 
+    snapshot = pair.snapshot(variable)
     with pytest.raises(ValueError, match="'w'"):
-        _ = pair.snapshot(variable)[variable]
+        _ = snapshot[variable]
+    assert variable in snapshot
+    assert new(pair, 0.0) not in snapshot
 
 
 # --- writing outside: what was read is restored -----------------------------------------------
