@@ -214,12 +214,12 @@ class SyncOnReadVariable(Variable):
         if self.aggregation is not VariableAggregation.SUM:
             return (array,) * here
         count = self.store.owner.num_replicas_in_sync
-        if array.dtype.kind not in "iu":
+        if array.dtype.kind not in "iub":
             return ((array / count).astype(array.dtype, copy=False),) * here
-        share, rest = array // count, array % count
+        share, rest = array // count, array % count  # True is 1: the first replica has it
         workers = workers_of(self)
         first = 0 if workers is None else workers.first_replica
-        return [share + (rest > first + i).astype(array.dtype) for i in range(here)]
+        return [(share + (rest > first + i)).astype(array.dtype) for i in range(here)]
 
     def _write_in_replica(
         self, verb: str, array: Array, replica: Any, frame: FrameType

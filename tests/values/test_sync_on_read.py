@@ -314,6 +314,22 @@ def test_shares_of_every_whole_dtype_add_up(dtype: str, data: st.DataObject) -> 
     assert totals == values
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("value", [True, False, [True, False, True]])
+async def test_a_truth_that_is_assigned_is_read_as_one(
+    gang: ar.MirroredStrategy, value: Any
+) -> None:
+    variable = new(gang, np.zeros(np.shape(value), bool))
+
+    await write_each(gang, variable, [np.ones(np.shape(value), bool)] * gang.num_replicas_in_sync)
+    await variable.assign(value)
+
+    nothing = np.zeros(np.shape(value), bool).tolist()
+    assert components(variable) == [value] + [nothing] * (gang.num_replicas_in_sync - 1)
+    assert variable.dtype == bool
+    assert (variable.value == value).all()
+
+
 async def _assign(variable: Any, value: Any) -> None:
     await variable.assign(value)
 
