@@ -217,6 +217,8 @@ def parts_of(shape: tuple[int, ...], index: object) -> tuple[list[range], tuple[
 
 def as_slice(indices: range) -> slice:
     """Return what selects these indices."""
+    if not indices:
+        return slice(0, 0)
     stop = indices.stop if indices.stop >= 0 else None
     return slice(indices.start, stop, indices.step)
 

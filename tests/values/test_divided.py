@@ -69,6 +69,7 @@ async def test_a_value_names_read_instead_of_communicating() -> None:
 INDICES = [
     None, ..., 4, -1, slice(None), slice(2, 6), slice(None, None, -2), slice(6, 0, -3),
     slice(3, 3), (slice(1, None, 2), 1), (..., 0), (5, slice(None, None, -1)), (2, 2), slice(5, 6),
+    slice(-10, None, -1), (slice(1, 3), slice(-5, None, -2)), (slice(-10, None, -1), 0),
 ]  # fmt: skip
 
 
@@ -249,6 +250,10 @@ async def test_in_one_process_all_replicas_share_the_whole(make: Any) -> None:
             return (w.value == await w.read()).all() and (w.local == w.value).all()
 
         assert isinstance(w, DividedVariable)
+        for index in INDICES:
+            np.testing.assert_array_equal(
+                await w.read(index), WHOLE[... if index is None else index]
+            )
         assert w.is_mirrored
         assert w.local_rows == slice(0, 7)
         assert (w.value == WHOLE).all()
