@@ -58,6 +58,7 @@ class Averaging:
         self._draws: tuple[object, int, SeededDraws] | None = None  # of which run and step
         self._call: MethodType | None = None
         self._inner: Callable[..., Any] | None = None
+        self._entered: list[AbstractContextManager[object]] = []
         self._backward = -1
         self._seen = 0
         self._handles: list[Any] = []
@@ -80,6 +81,8 @@ class Averaging:
             # is where `module.compile` puts its function, and torch leaves it out of copies.
             self._inner = self.module._compiled_call_impl
             self._call = self.module._compiled_call_impl = MethodType(_seeded, self.module)
+            leave = self.module.register_forward_hook(self._leave_draws, always_call=True)
+            self._handles.append(leave)
         for parameter in self.module.parameters() if averages else ():
             if not _can_have_gradient(parameter):
                 continue
@@ -106,8 +109,16 @@ class Averaging:
 
     # ---- forward: random numbers ---------------------------------------------------------
 
-    def __call__(self, _module: nn.Module, _args: object) -> None:
-        """Do nothing: as a hook it marks the module."""
+    def __call__(self, module: nn.Module, _args: object) -> None:
+        """Draw from that generator too where `module.compile` was called after `prepare`."""
+        if self._call is not None and module._compiled_call_impl is not self._call:
+            draws = self._drawing()
+            draws.__enter__()
+            self._entered.append(draws)
+
+    def _leave_draws(self, _module: nn.Module, _args: object, _result: object) -> None:
+        if self._entered:
+            self._entered.pop().__exit__(None, None, None)
 
     def call(self, *args: object, **kwargs: object) -> Any:
         """Call the module; what it draws comes from a generator of this replica and run."""

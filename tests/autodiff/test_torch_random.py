@@ -206,6 +206,23 @@ async def test_a_forward_pass_that_is_cancelled_leaves_its_thread_as_it_was(
     assert set(await pair.run(lambda: _get_current_dispatch_mode() is None)) == {True}
 
 
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_a_module_that_is_compiled_in_the_step_draws_from_its_replica(
+    pair: ar.MirroredStrategy,
+) -> None:
+    def step(model: Any, *_: Any) -> Any:
+        model.compile(backend="eager")
+        return model(torch.ones(2, 64)).detach().numpy()
+
+    _, args = prepared(pair)
+    before = torch.get_rng_state()
+    first, second = (await pair.run(step, args=args)).values
+
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not np.array_equal(first, second)
+
+
 def test_deterministic_layers_that_are_prepared_again_are_called_as_they_are() -> None:
     from aioreplica.autodiff._torch_replicas import Averaging
 
