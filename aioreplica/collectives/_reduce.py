@@ -12,7 +12,7 @@ from array_api_compat import array_namespace
 
 from ..devices.backends import backend_of, join_arrays, reduce_arrays
 from ..typing import ReduceOp
-from ..values import IndexedSlices
+from ..values import IndexedSlices, require_unmasked
 from ._kind import (
     are_of_one_library,
     array_like,
@@ -48,8 +48,7 @@ def require_reducible(leaf: object, where: str, op: ReduceOp = ReduceOp.SUM) -> 
     if type(leaf) is IndexedSlices:
         require_sum(op, where)
         return
-    if isinstance(leaf, np.ma.MaskedArray):
-        raise TypeError(f"{where} would drop the mask of {leaf!r}. Pass leaf.filled(value).")
+    require_unmasked(leaf, where)
     if not require_untraced(leaf, where):
         return  # the other libraries have arrays of numbers only
     dtype = np.asarray(leaf).dtype
@@ -232,11 +231,12 @@ def require_axis(leaf: object, axis: int, where: str) -> None:
     """Check that a leaf has the axis along which it shall be joined.
 
     Raises:
-        TypeError: If it is an IndexedSlices, or `axis` is not an int.
+        TypeError: If it is an IndexedSlices or a masked array, or `axis` is not an int.
         ValueError: If it is a scalar, or `axis` is out of range.
     """
     require_dense(leaf, where)
     if type(leaf) is not np.ndarray:
+        require_unmasked(leaf, where)
         require_untraced(leaf, where)
     array = array_like(leaf)
     if isinstance(array, np.ndarray) and array.dtype.kind == "O":

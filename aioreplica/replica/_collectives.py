@@ -14,7 +14,7 @@ from ..collectives import CommunicationOptions, Turn, no_data, require_axis, req
 from ..context import PLACE
 from ..tree import Array, Tree
 from ..typing import OpName, ReduceOp
-from ..values import PerReplica, Variable
+from ..values import PerReplica, Variable, require_unmasked
 from ._exchanges import ALL_GATHER, ALL_TO_ALL, BROADCAST, Along
 from ._handle import Handle, start
 from ._meeting import Call, CallSite, Collective, Parts, SyncGroup, new_call
@@ -252,7 +252,8 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
 
         Raises:
             ValueError: If a leaf is a scalar or has no such axis.
-            TypeError: If a leaf is an IndexedSlices, or `options` is not a CommunicationOptions.
+            TypeError: If a leaf is an IndexedSlices or a masked array, or `options` is not a
+                CommunicationOptions.
         """
         frame = sys._getframe(1)
         if options is not None:
@@ -280,7 +281,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
 
         Raises:
             ValueError: If a leaf is a scalar or has no such axis.
-            TypeError: If a leaf is an IndexedSlices.
+            TypeError: If a leaf is an IndexedSlices or a masked array.
         """
         frame = sys._getframe(1)
         args = payload_along(value, axis, "all_to_all", self._waiter.home)
@@ -302,7 +303,7 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
 
         Raises:
             ValueError: If there is no such replica.
-            TypeError: If `source` is not an int.
+            TypeError: If `source` is not an int, or a leaf of the giver is a masked array.
         """
         frame = sys._getframe(1)
         try:
@@ -314,9 +315,11 @@ class Collectives(ABC):  # noqa: B024 - what it lacks is a context
                 f"broadcast got source={source!r}, but replicas are 0 to "
                 f"{self.num_replicas_in_sync - 1}."
             )
-        return self._call(
-            BROADCAST, index, payload_of(value, "broadcast", self._waiter.home), None, frame
-        )
+        args = payload_of(value, "broadcast", self._waiter.home)
+        if index == self.replica_id_in_sync_group:
+            for leaf in args[0]:
+                require_unmasked(leaf, "broadcast")
+        return self._call(BROADCAST, index, args, None, frame)
 
     def barrier(self) -> Coroutine[object, None, None]:
         """Wait until every replica is here."""

@@ -197,8 +197,8 @@ def _inline_or_not(group: SyncGroup, num_bytes: int, work: Callable[[], Parts]) 
 
 
 def _copies(leaf: Any, count: int) -> list[object]:
-    if type(leaf) is np.ndarray:
-        copy = leaf.copy()
+    if isinstance(leaf, np.ndarray):
+        copy = np.array(leaf, order="C")  # of a subclass, too: a plain array of its own
         copy.flags.writeable = False
         return [copy] * count
     if isinstance(leaf, np.generic) or not is_array_api_obj(leaf):

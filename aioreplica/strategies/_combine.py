@@ -43,6 +43,7 @@ from ..values import (
     Variable,
     flatten_summands,
     require_own,
+    require_unmasked,
 )
 from ._runtime import Replicas
 
@@ -203,6 +204,8 @@ async def broadcast_value(replicas: Replicas, value: object, destinations: objec
                 "destinations instead (await strategy.extended.reduce_to(...))."
             )
     one = map_leaves(_one_value, value)
+    for leaf in leaves(one):
+        require_unmasked(leaf, what)
     if replicas.runtime.has_plain_values:
         return one
     if sum(map(leaf_bytes, leaves(one))) <= INLINE_BYTES:
@@ -380,7 +383,9 @@ def _one_value(leaf: object) -> object:
 
 def _frozen(leaf: object) -> object:
     """Return the leaf as something that cannot be written, copied if it could be."""
-    if type(leaf) is not np.ndarray or (leaf.base is None and not leaf.flags.writeable):
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    if type(leaf) is np.ndarray and leaf.base is None and not leaf.flags.writeable:
         return leaf
     copy = np.array(leaf)
     copy.flags.writeable = False

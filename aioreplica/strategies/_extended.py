@@ -210,7 +210,7 @@ class Extended:
         Raises:
             ValueError: If `x` holds a PerReplica, a name is malformed, or a distributed value has
                 another number of components than there are replicas.
-            TypeError: If `destinations` is a list or no destination.
+            TypeError: If `destinations` is a list or no destination, or `x` holds a masked array.
             DeviceError: If there is no such device.
             ContextError: If called inside a replica (use `ctx.broadcast`), or if the destination
                 is a variable of another strategy.

@@ -17,6 +17,7 @@ from ._division import cut as cut
 from ._division import divided as divided
 from ._division import parts_of as parts_of
 from ._indexed_slices import IndexedSlices as IndexedSlices
+from ._indexed_slices import require_unmasked as require_unmasked
 from ._mirrored import CentralVariable as CentralVariable
 from ._mirrored import MirroredVariable as MirroredVariable
 from ._mirrored import SyncOnReadVariable as SyncOnReadVariable

@@ -221,7 +221,18 @@ def _checked_shape(shape: object) -> tuple[int, ...]:
     return tuple(int(size) for size in shape)
 
 
+def require_unmasked(value: object, where: str) -> None:
+    """Check that a value has no mask, which an array of its numbers would not have.
+
+    Raises:
+        TypeError: If it is a masked array of NumPy.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{where} would drop the mask of {value!r}. Pass value.filled(number).")
+
+
 def _checked_values(values: object, shape: tuple[int, ...]) -> Array:
+    require_unmasked(values, "IndexedSlices")
     array = np.asarray(values)
     if array.dtype.kind not in "fiuc" and array.dtype.name != "bfloat16":
         raise TypeError(

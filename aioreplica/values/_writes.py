@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import ContextError
 from ..tree import Array, DType
-from ._indexed_slices import IndexedSlices
+from ._indexed_slices import IndexedSlices, require_unmasked
 
 R = TypeVar("R")
 
@@ -104,8 +104,10 @@ def fitting_array(value: Any, name: str, shape: tuple[int, ...], dtype: DType) -
     Raises:
         ValueError: If the shape differs, the dtype would lose its kind (floats into integers), or
             a Python number does not fit, alone or in a list.
+        TypeError: If it is a masked array.
         ContextError: If it is a value of a function that jax transforms.
     """
+    require_unmasked(value, f"Assigning to variable {name!r}")
     try:
         array = np.asarray(value)
     except TypeError as error:

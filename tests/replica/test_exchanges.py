@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -272,6 +273,34 @@ async def test_broadcast_values_are_independent_of_the_source(gang: ar.MirroredS
     await gang.run(step)
 
 
+class Own(np.ndarray):
+    """A user's kind of array."""
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", ["memmap", "matrix", "own"])
+async def test_broadcast_copies_arrays_of_subclasses(
+    gang: ar.MirroredStrategy, tmp_path: Path, kind: str
+) -> None:
+    """All get one plain array that nobody can write."""
+    mine: Any = np.arange(4.0).reshape(2, 2)
+    if kind == "memmap":
+        np.save(tmp_path / "table.npy", mine)
+        mine = np.load(tmp_path / "table.npy", mmap_mode="r+")[:]
+    else:
+        mine = mine.view(np.matrix if kind == "matrix" else Own)
+    got: list[Any] = []
+
+    async def step() -> None:
+        got.append(await me().broadcast(mine))
+
+    await gang.run(step)
+    mine[:] = 99
+    assert all(result is got[0] for result in got)
+    assert type(got[0]) is np.ndarray
+    same(got[0], np.arange(4.0).reshape(2, 2))
+
+
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("source", "error", "text"),
@@ -473,6 +502,30 @@ async def test_values_that_are_not_numbers_are_not_reduced(
         assert str(value.dtype) in str(caught.value)
 
     await either.run(step)
+
+
+@pytest.mark.asyncio
+@every_call
+async def test_masks_are_not_dropped(either: ar.Strategy, name: str) -> None:
+    masked = np.ma.array([1.0, 999.0], mask=[False, True])
+
+    async def step() -> Any:
+        call = CALLS[name]
+        if name == "broadcast":  # only the giver's value counts
+            call = lambda ctx, value: ctx.broadcast(value, my_id())  # noqa: E731
+        with pytest.raises(TypeError, match=f"{name} would drop the mask"):
+            call(me(), {"deep": masked})
+        return await CALLS[name](me(), {"deep": masked.filled(0.0)})
+
+    await either.run(step)
+
+
+@pytest.mark.asyncio
+async def test_only_the_giver_of_a_broadcast_is_asked_for_masks(pair: ar.MirroredStrategy) -> None:
+    async def step() -> Any:
+        return await me().broadcast(my_id() or np.ma.array([1.0], mask=[True]), 1)
+
+    assert pair.local_results(await pair.run(step)) == (1, 1)
 
 
 @pytest.mark.asyncio

@@ -191,6 +191,14 @@ async def test_operators_and_lengths_are_checked(gang: ar.MirroredStrategy) -> N
 
 
 @pytest.mark.asyncio
+async def test_gather_does_not_drop_masks(strategy: ar.Strategy) -> None:
+    masked = np.ma.array([1.0, 999.0], mask=[False, True])
+
+    with pytest.raises(TypeError, match="gather would drop the mask"):
+        await strategy.gather(ar.PerReplica([masked] * strategy.num_replicas_in_sync), 0)
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("axis", [0, 1, -1, -2])
 async def test_gather_joins_uneven_parts(strategy: ar.Strategy, axis: int) -> None:
     values = []

@@ -190,6 +190,31 @@ async def test_a_broadcast_array_is_copied_once(strategy: ar.Strategy, size: int
         assert not parts[0].flags.writeable
 
 
+class Own(np.ndarray):
+    """A user's kind of array."""
+
+
+@pytest.mark.parametrize("kind", [Own, np.matrix])
+async def test_a_broadcast_array_of_a_subclass_is_copied_too(
+    pair: ar.MirroredStrategy, kind: Any
+) -> None:
+    value = np.ones((2, 2)).view(kind)
+
+    first, second = (await pair.extended.broadcast_to(value, new_variable(pair))).values
+
+    value[:] = 2.0
+    assert first is second
+    assert (type(first), first.tolist()) == (np.ndarray, [[1.0] * 2] * 2)
+    assert not first.flags.writeable
+
+
+async def test_a_masked_array_is_not_broadcast(strategy: ar.Strategy) -> None:
+    masked = np.ma.array([1.0, 999.0], mask=[False, True])
+
+    with pytest.raises(TypeError, match="broadcast_to would drop the mask"):
+        await strategy.extended.broadcast_to([masked], new_variable(strategy))
+
+
 async def test_a_broadcast_to_a_device_has_one_entry(pair: ar.MirroredStrategy) -> None:
     result = await pair.extended.broadcast_to("text", "cpu:5")
 

@@ -97,6 +97,7 @@ def test_values_that_do_not_fit(values: Any, indices: Any, shape: Any, text: str
         (["a"], [0], (2,), "dtype <U1"),
         ([True], [0], (2,), "dtype bool"),
         ([None], [0], (2,), "dtype object"),
+        (np.ma.array([1.0], mask=[True]), [0], (2,), "would drop the mask"),
     ],
 )
 def test_types_that_do_not_fit(values: Any, indices: Any, shape: Any, text: str) -> None:

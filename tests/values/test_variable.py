@@ -324,6 +324,23 @@ async def test_a_plain_variable_refuses_another_shape_or_dtype(value: Any) -> No
 
 
 @pytest.mark.asyncio
+async def test_a_variable_takes_no_masked_array(either: ar.Strategy) -> None:
+    """What was masked would count."""
+    masked = np.ma.array([1.0, 999.0], mask=[False, True])
+    with either.scope():
+        variable = ar.Variable([1.0, 2.0], name="w", aggregation="mean")
+        with pytest.raises(TypeError, match=r"'u' would drop the mask of (?s:.*)\.filled"):
+            ar.Variable(masked, name="u")
+
+    async def step() -> None:
+        with pytest.raises(TypeError, match=r"'w' would drop the mask of (?s:.*)\.filled"):
+            await variable.assign(masked)
+
+    await either.run(step)
+    assert variable.value.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.asyncio
 async def test_a_plain_variable_is_not_written_under_another_strategy(
     solo: ar.OneDeviceStrategy,
 ) -> None:
