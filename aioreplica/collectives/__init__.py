@@ -37,6 +37,7 @@ from ._plan import num_threads as num_threads
 from ._plan import run_here as run_here
 from ._plan import run_on_threads as run_on_threads
 from ._reduce import concatenate as concatenate
+from ._reduce import extreme_over_axis as extreme_over_axis
 from ._reduce import gather_difference as gather_difference
 from ._reduce import leaf_bytes as leaf_bytes
 from ._reduce import leaf_difference as leaf_difference
@@ -52,7 +53,9 @@ from ._scattered import Dealt as Dealt
 from ._scattered import gather_parts as gather_parts
 from ._scattered import scatter_across as scatter_across
 from ._sent import SLOT_BYTES as SLOT_BYTES
+from ._sent import as_before as as_before
 from ._sent import form_text as form_text
+from ._sent import host_array as host_array
 from ._sent import sent_text as sent_text
 
 __all__ = [

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from array_api_compat import array_namespace
+from array_api_compat import device as device_of
 
 from ..devices.backends import backend_of, join_arrays, reduce_arrays
 from ..typing import ReduceOp
@@ -16,6 +17,7 @@ from ..values import IndexedSlices, require_unmasked
 from ._kind import (
     are_of_one_library,
     array_like,
+    half_dtype,
     reduce_slices,
     require_dense,
     require_sum,
@@ -150,16 +152,7 @@ def reduce_over_axis(op: ReduceOp, values: Sequence[object], axis: int | tuple[i
         >>> reduce_over_axis(ReduceOp.MEAN, [np.array([1.0, 2.0]), np.array([6.0])], 0)
         np.float64(3.0)
     """
-    arrays = [array_like(value) for value in values]
-    axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
-    for array in arrays:
-        for one in axes:
-            if not isinstance(one, (int, np.integer)) or not -array.ndim <= one < array.ndim:
-                raise ValueError(
-                    f"axis={axis!r} does not fit a component of shape {tuple(array.shape)}: use "
-                    f"axes from {-array.ndim} to {array.ndim - 1}."
-                )
-    _require_same_outside(arrays, axes)
+    arrays, axes = _checked_components(values, axis)
     counts = [_num_reduced(array, axes) for array in arrays]
     if op is not ReduceOp.SUM and sum(counts) == 0:
         raise ValueError(
@@ -167,9 +160,8 @@ def reduce_over_axis(op: ReduceOp, values: Sequence[object], axis: int | tuple[i
         )
     xp, first = array_namespace(arrays[0]), arrays[0]
     if op is ReduceOp.MIN or op is ReduceOp.MAX:
-        extreme = xp.min if op is ReduceOp.MIN else xp.max
         filled = [a for a, count in zip(arrays, counts, strict=True) if count]
-        return _unwrap(reduce_leaves(op, [_kept(extreme(a, axis=axes)) for a in filled]))
+        return _extreme(op, filled, axes)
     wide = _sum_dtype(op, first, xp)
     sums = [_kept(xp.sum(a, axis=axes, dtype=wide)) for a in arrays]
     total = reduce_leaves(ReduceOp.SUM, sums)
@@ -180,6 +172,71 @@ def reduce_over_axis(op: ReduceOp, values: Sequence[object], axis: int | tuple[i
     if type(result) is np.ndarray:
         result.flags.writeable = False
     return _unwrap(result)
+
+
+def extreme_over_axis(
+    op: ReduceOp, values: Sequence[object], axis: int | tuple[int, ...]
+) -> tuple[Any, int]:
+    """Take MIN or MAX as `reduce_over_axis` does, of a part of all components.
+
+    Returns:
+        The result, and of how many elements it is. Of none it is what no element is worse than.
+
+    Example:
+        >>> import numpy as np
+        >>> from aioreplica.typing import ReduceOp
+        >>> extreme_over_axis(ReduceOp.MAX, [np.zeros((0, 2))], 0)
+        (array([-inf, -inf]), 0)
+    """
+    arrays, axes = _checked_components(values, axis)
+    counts = [_num_reduced(array, axes) for array in arrays]
+    filled = [a for a, count in zip(arrays, counts, strict=True) if count]
+    return _extreme(op, filled or [_worst(op, arrays[0], axes)], axes), sum(counts)
+
+
+def _extreme(op: ReduceOp, arrays: Sequence[Any], axes: tuple[int, ...]) -> Any:
+    xp = array_namespace(arrays[0])
+    extreme = xp.min if op is ReduceOp.MIN else xp.max
+    return _unwrap(reduce_leaves(op, [_kept(extreme(array, axis=axes)) for array in arrays]))
+
+
+def _worst(op: ReduceOp, array: Any, axes: tuple[int, ...]) -> Any:
+    """Return an array like one without elements, but of size 1 along the axes."""
+    xp, is_min = array_namespace(array), op is ReduceOp.MIN
+    reduced = {axis % array.ndim for axis in axes}
+    shape = tuple(1 if i in reduced else size for i, size in enumerate(array.shape))
+    value: Any = np.inf if is_min else -np.inf
+    if half_dtype(array) is not None:
+        pass  # bfloat16 is no dtype of NumPy's
+    elif xp.isdtype(array.dtype, "bool"):
+        value = is_min
+    elif xp.isdtype(array.dtype, "integral"):
+        limits = xp.iinfo(array.dtype)
+        value = limits.max if is_min else limits.min
+    elif xp.isdtype(array.dtype, "complex floating"):
+        value = complex(value, value)
+    return xp.full(shape, value, dtype=array.dtype, device=device_of(array))
+
+
+def _checked_components(
+    values: Sequence[object], axis: int | tuple[int, ...]
+) -> tuple[list[Any], tuple[int, ...]]:
+    """Return the components as arrays, and the axes.
+
+    Raises:
+        ValueError: If an axis is out of range, or sizes along other axes differ.
+    """
+    arrays = [array_like(value) for value in values]
+    axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+    for array in arrays:
+        for one in axes:
+            if not isinstance(one, (int, np.integer)) or not -array.ndim <= one < array.ndim:
+                raise ValueError(
+                    f"axis={axis!r} does not fit a component of shape {tuple(array.shape)}: use "
+                    f"axes from {-array.ndim} to {array.ndim - 1}."
+                )
+    _require_same_outside(arrays, axes)
+    return arrays, axes
 
 
 def _require_same_outside(arrays: Sequence[Any], axes: tuple[int, ...]) -> None:

@@ -17,6 +17,7 @@ from array_api_compat import device as device_of
 from ..devices.backends import backend_of
 from ..tree import Array
 from ..values import IndexedSlices
+from ._kind import half_dtype, narrowed
 
 SLOT_BYTES = 384
 """What a frame has room for."""
@@ -76,14 +77,16 @@ def host_array(leaf: Any) -> Array:
 
 
 def as_before(new: Any, leaf: Any) -> Any:
-    """Return a result in the library, and on the device, of what was sent."""
+    """Return a result in the library, on the device and in the half precision of what was sent."""
     if type(leaf) is np.ndarray:
         return new
     if isinstance(leaf, np.generic):
         return np.asarray(new)[()]
     if type(new) is not np.ndarray or not is_array_api_obj(leaf) or isinstance(leaf, np.ndarray):
         return new
-    return array_namespace(leaf).asarray(new.copy(), device=device_of(leaf))
+    own = array_namespace(leaf).asarray(new.copy(), device=device_of(leaf))
+    half = half_dtype(leaf)  # bfloat16 of torch, which NumPy lacks, was sent as float32
+    return own if half is None else narrowed(own, half)
 
 
 def bytes_of(array: Array) -> Array:

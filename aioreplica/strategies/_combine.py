@@ -18,9 +18,12 @@ import numpy as np
 from ..collectives import (
     CommunicationOptions,
     array_like,
+    as_before,
     concatenate,
+    extreme_over_axis,
     gather_across,
     gather_difference,
+    host_array,
     join_across,
     leaf_bytes,
     leaf_difference,
@@ -467,20 +470,29 @@ async def reduce_axis_across(
     added = ReduceOp.SUM if is_mean else op
     async with workers.operation("reduce", f"{op.name} {axes}") as turn:
         found = [await reduce_across(turn, added, own, halves=halves) for own, halves in local]
+    if op is not ReduceOp.SUM and not all(count for _, count in found):
+        raise ValueError(f"{op.name} over axis {axis!r} of empty components is undefined.")
     if not is_mean:
-        return [result for [result] in found]
+        return [result for result, *_ in found]
     pairs = zip(found, columns, strict=True)
-    return [_mean(total, count, column, axis) for (total, count), column in pairs]
+    return [_mean(total / count, column[0]) for (total, count), column in pairs]
 
 
 def _local_result(op: ReduceOp, column: Sequence[object], axis: int | tuple[int, ...]) -> Local:
+    """Return the result of this worker's replicas; for MIN and MAX, 0 beside it if it has none.
+
+    The other workers may have some: whether there is one is what they combine beside the results.
+    """
+    if op is not ReduceOp.SUM:
+        result, count = extreme_over_axis(op, column, axis)
+        return [result, count if op is ReduceOp.MAX else -count], {}
     rows, halves = widen_halves(op, [[part] for part in column])
     return [reduce_over_axis(op, [part for [part] in rows], axis)], halves
 
 
 def _total_and_count(column: Sequence[object], axes: tuple[int, ...]) -> Local:
     """Return the sum over the replicas of this worker, and the number of its summands."""
-    wide = [np.asarray(part) for part in column]
+    wide = [host_array(part) for part in column]
     if wide[0].dtype.kind in "iub" or wide[0].dtype.itemsize < 4:
         wide = [part.astype(np.float64) for part in wide]
     total = np.asarray(reduce_over_axis(ReduceOp.SUM, wide, axes))
@@ -488,14 +500,14 @@ def _total_and_count(column: Sequence[object], axes: tuple[int, ...]) -> Local:
     return [total, count], {}
 
 
-def _mean(total: Any, count: Any, column: Sequence[object], axis: int | tuple[int, ...]) -> object:
-    if not count:
-        raise ValueError(f"MEAN over axis {axis!r} of empty components is undefined.")
-    dtype = np.asarray(column[0]).dtype
-    mean = np.asarray(total / count)
-    mean = mean if dtype.kind in "iub" else mean.astype(dtype, copy=False)
+def _mean(quotient: Any, leaf: object) -> object:
+    """Return a mean in the library, and the precision, of a replica's leaf."""
+    mean = np.asarray(quotient)
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "iub":
+        mean = mean.astype(leaf.dtype, copy=False)
     mean.flags.writeable = False
-    return mean[()] if mean.ndim == 0 else mean
+    found = as_before(mean, leaf)
+    return found[()] if isinstance(found, np.ndarray) and found.ndim == 0 else found
 
 
 async def read_variable(workers: Workers | None, variable: Variable, what: str) -> object:

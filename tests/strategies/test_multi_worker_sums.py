@@ -223,6 +223,73 @@ async def test_variables_and_gradients_of_half_precision_are_rounded_once() -> N
         assert found == (2052, 2052, -2052)
 
 
+# ---- over an axis, and in other libraries ----------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["f8", "f2", "i2", "u1", "?", "bfloat16"])
+@pytest.mark.parametrize("op", ["min", "max"])
+async def test_a_worker_without_elements_has_a_part_in_the_extreme(op: str, dtype: str) -> None:
+    """The last batch may leave it nothing; what the others have decides."""
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    sign = -1 if op == "max" and dtype != "u1" else 1
+    rows = (sign * np.array([[2, 3], [3, 2]])).astype(dtype)
+    if dtype == "?":
+        rows = np.full((2, 2), op == "min")
+
+    async def program(strategy: Strategy) -> Any:
+        own = rows[:0] if rank_of(strategy) == 1 else rows
+        parts = [own, rows[:0]]
+        return await strategy.reduce(op, ar.PerReplica(parts), axis=0)
+
+    for found in await on_workers(2, 2, program):
+        assert found.dtype == rows.dtype
+        assert found.tolist() == getattr(np, op)(rows, axis=0).tolist()
+
+
+@pytest.mark.parametrize("op", ["min", "max", "mean"])
+async def test_all_workers_say_that_there_are_no_elements(op: str) -> None:
+    async def program(strategy: Strategy) -> Any:
+        parts = strategy.distribute_values_from_function(lambda _: np.zeros(0))
+        with pytest.raises(ValueError, match=f"{op.upper()} over axis 0 of empty components"):
+            await strategy.reduce(op, {"loss": parts}, axis=0)
+        return await strategy.reduce("sum", parts, axis=0)
+
+    assert await on_workers(2, 1, program) == [0.0] * 2
+
+
+@pytest.mark.slow  # torch is imported
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "int32"])
+async def test_tensors_come_back_as_tensors_of_their_dtype(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    dtype = getattr(torch, name)
+
+    async def step() -> Any:
+        ctx = me()
+        x = torch.ones(4, dtype=dtype)
+        tree = {op: await ctx.all_reduce(op, x) for op in ("sum", "mean", "min", "max")}
+        tree["gather"] = await ctx.all_gather(x, 0)
+        tree["all to all"] = await ctx.all_to_all(x)
+        tree["scatter"] = await ctx.reduce_scatter("max", x)
+        return tree
+
+    async def program(strategy: Strategy) -> Any:
+        found = dict(strategy.local_results(await strategy.run(step))[0])
+        parts = strategy.distribute_values_from_function(lambda _: torch.ones(3, dtype=dtype))
+        for op in ("sum", "mean", "min", "max"):
+            found[f"axis {op}"] = await strategy.reduce(op, parts, axis=0)
+        found["outside"] = await strategy.gather(parts, 0)
+        return found
+
+    for found in await on_workers(2, 2, program):
+        for what, tensor in found.items():
+            assert isinstance(tensor, torch.Tensor), what
+            if name != "int32" or what not in ("mean", "sum", "axis mean", "axis sum"):
+                assert tensor.dtype == dtype, what
+        assert found["axis mean"].tolist() == 1
+        assert found["axis max"].tolist() == 1
+
+
 # ---- options of a call -----------------------------------------------------------------------
 
 
