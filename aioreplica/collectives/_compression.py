@@ -210,7 +210,7 @@ class Compressed:
         self._compression.remember(self._taken)
 
     def _take(self) -> dict[Key, Array]:
-        """Take out what was lost before, at once: of two reductions in flight the first sends it.
+        """Take out what was lost before: of two reductions in flight the first to begin sends it.
 
         Nothing is taken if something of it does not fit.
         """

@@ -46,7 +46,7 @@ class CommunicationOptions:
         implementation: What carries values between workers: "mpi", "torch" (torch.distributed), or
             "auto", by what has launched the program. One worker needs none.
         compression: What is done to floating-point arrays on their way into a reduction; None
-            reduces them as they are.
+            reduces them as they are. One with error feedback is for one call, not for a strategy.
 
     Raises:
         ValueError: If a field is out of range.
@@ -190,8 +190,7 @@ class Reducer:
                 return [total]
         self._pool.next_call()
         if chosen.compression is not None:
-            code = Compressed(chosen.compression, op, rows, members or range(len(rows)))
-            return self._reduce_compressed(code, op, chosen)
+            return self._reduce_compressed(chosen.compression, op, rows, members, chosen)
         plan = ReductionPlan(
             op, rows, self._layout(first, signature, chosen.bytes_per_pack), self._pool
         )
@@ -250,11 +249,18 @@ class Reducer:
             return layout
 
     async def _reduce_compressed(
-        self, code: Compressed, op: ReduceOp, options: CommunicationOptions
+        self,
+        compression: Compression,
+        op: ReduceOp,
+        rows: Sequence[Leaves],
+        members: Sequence[int] | None,
+        options: CommunicationOptions,
     ) -> list[object]:
+        # Here and not at the call: a coroutine that is closed before it begins takes nothing out.
+        code = Compressed(compression, op, rows, members or range(len(rows)))
         try:
-            [rows] = await run_together([code.encode])
-            plan = ReductionPlan(op, rows, Layout(rows[0], options.bytes_per_pack), self._pool)
+            [coded] = await run_together([code.encode])
+            plan = ReductionPlan(op, coded, Layout(coded[0], options.bytes_per_pack), self._pool)
             inline = plan.num_bytes <= INLINE_SUM_BYTES
             reduced = plan.run() if inline else await _run_in_threads(plan)
             [results] = await run_together([lambda: code.decode(reduced)])

@@ -476,7 +476,7 @@ def scale_after(
 
 
 def _sum_in_code(gradients: Sequence[MergedGradient], reducer: Reducer) -> None:
-    """Sum with the compression of the strategy, which remembers what each replica lost."""
+    """Sum with the compression of the strategy."""
     members = sorted({member for gradient in gradients for member in gradient.members})
     rows = [[_part_of(gradient, member) for gradient in gradients] for member in members]
     with np.errstate(all="ignore"):

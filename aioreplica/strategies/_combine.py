@@ -8,6 +8,7 @@ unchanged. Arrays are immutable once they are here, so the entries share one rea
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from functools import partial
 from itertools import islice
@@ -78,10 +79,12 @@ async def reduce_tree(
     leaves, spec = flatten_summands(value)
     columns: list[Sequence[object]] = []  # one per leaf of a leaf's components
     specs = [_add_columns(op, leaf, replicas, columns) for leaf in leaves]
+    pairs = zip(leaves, specs, strict=True)
+    mirrored = [_is_mirrored(leaf) for leaf, own in pairs for _ in range(own.num_leaves)]
     if workers is None:
-        reduced = await _reduce_columns(replicas, op, columns, options)
+        reduced = await _reduce_columns(replicas, op, columns, mirrored, options)
     else:
-        local = partial(_reduce_wide, replicas, op, columns, options)
+        local = partial(_reduce_wide, replicas, op, columns, mirrored, options)
         reduced = await reduce_leaves_across(workers, op, "reduce", local)
     results = iter(reduced)
     return unflatten(spec, [unflatten(s, list(islice(results, s.num_leaves))) for s in specs])
@@ -91,14 +94,20 @@ async def _reduce_columns(
     replicas: Replicas,
     op: ReduceOp,
     columns: Sequence[Sequence[object]],
+    mirrored: Sequence[bool],
     options: CommunicationOptions | None,
 ) -> list[object]:
+    """Reduce columns of all replicas together, and as they are those of one mirrored value."""
+    reducer = replicas.runtime.reducer
     reduced: list[object] = [None] * len(columns)
-    for size in {len(column) for column in columns}:
-        chosen = [i for i, column in enumerate(columns) if len(column) == size]
+    for is_one in set(mirrored):
+        chosen = [i for i, each in enumerate(mirrored) if each is is_one]
         rows = list(zip(*(columns[i] for i in chosen), strict=True))
-        members = replicas.members if size == replicas.num else None
-        done = replicas.runtime.reducer.reduce(op, rows, options, members)
+        if is_one:
+            exact = dataclasses.replace(options or reducer.options, compression=None)
+            done = reducer.reduce(op, rows, exact)
+        else:
+            done = reducer.reduce(op, rows, options, replicas.members)
         for i, result in zip(chosen, done if isinstance(done, list) else await done, strict=True):
             reduced[i] = result
     return reduced
@@ -108,6 +117,7 @@ async def _reduce_wide(
     replicas: Replicas,
     op: ReduceOp,
     columns: Sequence[Sequence[object]],
+    mirrored: Sequence[bool],
     options: CommunicationOptions | None,
 ) -> Local:
     """Reduce what goes to other workers next: half precision stays wide until the last sum."""
@@ -117,7 +127,7 @@ async def _reduce_wide(
         wide.append([part for [part] in rows])
         if dtypes:
             halves[i] = dtypes[0]
-    return await _reduce_columns(replicas, op, wide, options), halves
+    return await _reduce_columns(replicas, op, wide, mirrored, options), halves
 
 
 async def _reduce_axis_across(

@@ -328,6 +328,20 @@ async def test_a_cancelled_reduction_restores_the_residual() -> None:
     assert result.tolist() == [0.0, 1.0]
 
 
+@pytest.mark.asyncio
+async def test_a_reduction_that_never_begins_keeps_the_residual() -> None:
+    """A run that is aborted as its last replica arrives closes what it has not awaited."""
+    top = TopK(0.5)
+    await reduced(top, [[np.array([5.0, 1.0])]])
+    options = ar.CommunicationOptions(compression=top)
+    pending: Any = Reducer().reduce(ReduceOp.SUM, [[np.array([9.0, 8.0])]], options)
+
+    pending.close()
+
+    [result] = await reduced(top, [[np.zeros(2)]])
+    assert result.tolist() == [0.0, 1.0]
+
+
 def test_members_have_residuals_of_their_own_on_device_threads() -> None:
     options = ar.CommunicationOptions(compression=TopK(0.5))
     reducer, value = Reducer(), np.array([3.0, 2.0])
@@ -367,8 +381,8 @@ async def test_a_cancelled_reduction_remembers_nothing() -> None:
 class Doubling(Compression):
     """A user's own: sends twice the value in single precision, and counts."""
 
-    def __init__(self) -> None:
-        super().__init__(error_feedback=True)
+    def __init__(self, *, error_feedback: bool = False) -> None:
+        super().__init__(error_feedback=error_feedback)
         self.num_encoded = 0
 
     def encode(self, value: Any) -> Any:
@@ -383,7 +397,7 @@ class Doubling(Compression):
 @pytest.mark.parametrize("name", ["all_reduce", "start_all_reduce"])
 @pytest.mark.parametrize("where", ["call", "strategy"])
 async def test_a_compression_of_one_s_own(name: str, where: str) -> None:
-    own = Doubling()
+    own = Doubling(error_feedback=where == "call")
     options = ar.CommunicationOptions(compression=own)
     devices = ["cpu:0", "cpu:1", "cpu:2"]
 
@@ -417,6 +431,33 @@ async def test_a_call_s_options_without_compression_turn_it_off() -> None:
     async with ar.MirroredStrategy(["cpu:0", "cpu:1"], options=options) as strategy:
         await strategy.run(step)
     assert own.num_encoded == 0
+
+
+@pytest.mark.parametrize("code", [TopK(0.5), Float16(error_feedback=True)], ids=repr)
+def test_a_strategy_takes_no_code_that_remembers(code: Compression) -> None:
+    """All its reductions would share what one of them has lost."""
+    options = ar.CommunicationOptions(compression=code)
+
+    with pytest.raises(ValueError, match=r"error_feedback=True.*added to the values of another"):
+        ar.MirroredStrategy(["cpu:0"], options=options)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("num_replicas", [1, 2])
+async def test_what_is_mirrored_is_not_encoded(num_replicas: int) -> None:
+    """There is one value, and nothing to combine."""
+    options = ar.CommunicationOptions(compression=TopK(0.5, error_feedback=False))
+    devices = [f"cpu:{i}" for i in range(num_replicas)]
+    async with ar.MirroredStrategy(devices, options=options) as strategy:
+        with strategy.scope():
+            v = ar.Variable([4.0, 2.0])
+        parts = ar.PerReplica([np.array([1.0, 3.0])] * num_replicas)
+        mean = await strategy.reduce("mean", {"v": v, "x": parts})
+        largest = await strategy.reduce("max", v)
+
+    assert mean["v"].tolist() == [4.0, 2.0]
+    assert mean["x"].tolist() == [0.0, 3.0]
+    assert largest.tolist() == [4.0, 2.0]
 
 
 @pytest.mark.asyncio
