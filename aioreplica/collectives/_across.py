@@ -457,9 +457,15 @@ async def gather_across(
 async def _gather_one(wire: Wire, array: Array, axis: int) -> list[Array]:
     along = axis % array.ndim
     others = array.shape[:along] + array.shape[along + 1 :]
-    rows = await gather_bytes(wire, np.ascontiguousarray(np.moveaxis(array, along, 0)).tobytes())
     width = math.prod(others) * array.dtype.itemsize
-    sizes = [len(row) // width if width else 0 for row in rows]
+    if width:
+        flat = np.ascontiguousarray(np.moveaxis(array, along, 0))
+        rows = await gather_bytes(wire, flat.tobytes())
+        sizes = [len(row) // width for row in rows]
+    else:  # no bytes say how long it is
+        lengths = await wire.all_gather(np.array([array.shape[along]], np.int64))
+        sizes = lengths.reshape(-1).tolist()
+        rows = [b""] * len(sizes)
     parts = [
         np.frombuffer(row, array.dtype).reshape(size, *others)
         for row, size in zip(rows, sizes, strict=True)

@@ -58,6 +58,8 @@ def packed_tree(value: Tree) -> tuple[bytes, list[Array]]:
     arrays: list[Array] = []
 
     def leaf(each: object) -> object:
+        if type(each) is complex:
+            return {"$complex": repr(each)}
         if not isinstance(each, (np.ndarray, np.generic)) or each.dtype.kind not in "biufcUS":
             raise TypeError(
                 f"Other workers can be sent NumPy arrays, numbers, text, bytes and None in lists, "

@@ -24,7 +24,7 @@ from ..collectives import (
 )
 from ..devices import INLINE_BYTES, run_together
 from ..devices.backends import join_arrays
-from ..tree import unflatten
+from ..tree import flatten, unflatten
 from ._meeting import Call, Collective, Parts, SyncGroup
 from ._pending import Pending
 from ._reductions import payload_bytes, payload_difference
@@ -176,7 +176,8 @@ class Broadcast(Collective):
         if root == turn.rank:
             leaves, spec, _ = calls[position].args
             value = unflatten(spec, leaves)
-        return [await broadcast_tree(turn, value, root)] * len(calls)
+        leaves, spec = flatten(await broadcast_tree(turn, value, root))
+        return [unflatten(spec, leaves) for _ in calls]
 
     def perform(self, group: SyncGroup, calls: Sequence[Call]) -> Parts | Pending:
         """Share the source's value; arrays are copied, so that later writes stay its own."""

@@ -333,6 +333,8 @@ def decode(found: object, arrays: Any) -> Tree:
             return arrays[content][()]
         if tag == "$float":
             return float(content)
+        if tag == "$complex":
+            return complex(content)
         if tag == "$bytes":
             return base64.b64decode(content, validate=True)
         if tag == "$items":

@@ -119,9 +119,11 @@ async def every_collective() -> dict[str, Any]:
         "rows": (await ctx.all_reduce("sum", rows)).to_dense(),
         "weighted": await ctx.all_reduce("mean", ar.Weighted(1.0 * i, i)),
         "gather": await ctx.all_gather({"x": np.full((2, i), i)}, axis=1),
+        "gather nothing": np.shape(await ctx.all_gather(np.empty((i + 1, 0)), axis=0)),
         "scatter": await ctx.reduce_scatter("sum", np.arange(2 * n + 1.0)),
         "all to all": await ctx.all_to_all(np.arange(n) + 100 * i),
         "broadcast": await ctx.broadcast({"x": (np.arange(i), None, "text", 2**70, -0.5)}, n - 1),
+        "complex": await ctx.broadcast([1j, complex(-0.0, np.inf), complex(np.nan, 0.1)], n - 1),
         "any": await ctx.any(i == n - 1),
         "all": await ctx.all(i < n - 1),
         "agree": await ctx.agree({"seed": 3, "nan": float("nan")}),
@@ -153,6 +155,19 @@ async def test_every_collective_gives_what_as_many_replicas_of_one_worker_get(
     found = await on_workers(*division, program)
 
     assert as_text([result for of_one in found for result in of_one]) == as_text(expected)
+
+
+async def test_containers_of_a_broadcast_belong_to_one_replica() -> None:
+    async def step() -> Any:
+        got = await me().broadcast({"seen": []})
+        got["seen"].append(me().replica_id_in_sync_group)
+        await me().barrier()
+        return got["seen"]
+
+    async def program(strategy: Strategy) -> Any:
+        return strategy.local_results(await strategy.run(step))
+
+    assert await on_workers(2, 2, program) == [([0], [1]), ([2], [3])]
 
 
 async def test_plain_step_functions_meet_other_workers_too() -> None:
