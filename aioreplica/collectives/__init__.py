@@ -28,6 +28,7 @@ from ._kind import pieces as pieces
 from ._kind import reduce_slices as reduce_slices
 from ._kind import require_dense as require_dense
 from ._kind import share as share
+from ._kind import share_cut as share_cut
 from ._plain_tree import broadcast_tree as broadcast_tree
 from ._plain_tree import packed_tree as packed_tree
 from ._plan import BufferPool as BufferPool

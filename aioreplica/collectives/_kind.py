@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from array_api_compat import array_namespace, is_array_api_obj
 
-from ..devices.backends import NumpyBackend, backend_of, share_array, trace_of
+from ..devices.backends import NumpyBackend, backend_of, share_array, share_parts, trace_of
 from ..typing import ReduceOp
 from ..values import IndexedSlices
 
@@ -97,6 +97,18 @@ def share(value: object, inputs: Sequence[object]) -> list[Any]:
     if isinstance(value, (np.ndarray, np.generic)) or not is_array_api_obj(value):
         return [value] * len(inputs)  # NumPy's were made read-only
     return share_array(value, inputs)
+
+
+def share_cut(parts: Sequence[Any], inputs: Sequence[object]) -> list[Any]:
+    """Return parts of a result of a collective, each where its replica's input lives.
+
+    Args:
+        parts: One per replica, which share memory; NumPy's cannot be written.
+        inputs: What each replica brought.
+    """
+    if isinstance(parts[0], np.ndarray):
+        return list(parts)
+    return share_parts(parts, inputs)
 
 
 def pieces(array: Any, count: int, axis: int) -> list[Any]:

@@ -329,8 +329,13 @@ def gather_difference(first: object, other: object, axis: int) -> str | None:
     return None
 
 
-def concatenate(values: Sequence[object], axis: int) -> object:
+def concatenate(values: Sequence[object], axis: int, like: object = None) -> object:
     """Join one leaf of every replica along `axis`, in replica order.
+
+    Args:
+        values: One per replica.
+        axis: Along which.
+        like: The result is on the device of this one; None takes that of the first.
 
     Returns:
         A new array; read-only where its library has such arrays.
@@ -344,7 +349,7 @@ def concatenate(values: Sequence[object], axis: int) -> object:
         array([1, 2, 3])
     """
     arrays = [array_like(value) for value in values]
-    joined = join_arrays(arrays, axis)
+    joined = join_arrays(arrays, axis, None if like is None else array_like(like))
     if type(joined) is np.ndarray:
         joined.flags.writeable = False
     return joined

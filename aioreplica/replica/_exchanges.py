@@ -137,7 +137,8 @@ def _gathered(column: Sequence[object], axis: int) -> list[object]:
 def _exchanged(column: Sequence[object], axis: int) -> list[object]:
     """Cut every replica's leaf along the axis; join the i-th pieces for replica i."""
     cut = [pieces(_array(leaf), len(column), axis) for leaf in column]
-    return [concatenate(own, axis) for own in zip(*cut, strict=True)]
+    rows = zip(*cut, strict=True)
+    return [concatenate(row, axis, own) for row, own in zip(rows, column, strict=True)]
 
 
 @final

@@ -28,6 +28,7 @@ from ..collectives import (
     require_axis,
     require_reducible,
     share,
+    share_cut,
     widen_halves,
 )
 from ..context import PLACE, Place
@@ -319,8 +320,12 @@ def _cut_out(calls: Sequence[Call], reduced: Sequence[Any]) -> Parts:
     spec, axis, here = calls[0].args[1], calls[0].argument.axis, len(calls)
     across = calls[0].group.across
     first, count = (0, here) if across is None else (across.first_replica, across.num_replicas)
-    columns = [pieces(leaf, count, axis) for leaf in reduced]
-    return [unflatten(spec, [column[first + i] for column in columns]) for i in range(here)]
+    inputs = zip(*(call.args[0] for call in calls), strict=True)
+    columns = [
+        share_cut(pieces(leaf, count, axis)[first : first + here], own)
+        for leaf, own in zip(reduced, inputs, strict=True)
+    ]
+    return [unflatten(spec, [column[i] for column in columns]) for i in range(here)]
 
 
 _ARRAYS = {np.ndarray}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
-from aioreplica.collectives import leaf_difference, reduce_leaves
+from aioreplica.collectives import concatenate, leaf_difference, pieces, reduce_leaves, share_cut
 from aioreplica.errors import MergeMismatchError
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
@@ -27,6 +27,23 @@ def parts(num: int, dtype: str = "f8", num_rows: int = 4) -> list[ar.IndexedSlic
 
 def sparse(value: float = 1.0, shape: tuple[int, ...] = (2,), dtype: str = "f8") -> Any:
     return ar.IndexedSlices(np.full((1, *shape[1:]), value, dtype), [0], shape)
+
+
+# --- where results live -------------------------------------------------------------------------
+
+
+@pytest.mark.slow  # torch is imported
+def test_parts_go_to_the_devices_of_the_inputs() -> None:
+    torch = pytest.importorskip("torch")
+    whole, inputs = torch.arange(4.0), [torch.zeros(2), torch.zeros(2, device="meta")]
+
+    first, second = share_cut(pieces(whole, 2, 0), inputs)
+
+    assert [part.device.type for part in (first, second)] == ["cpu", "meta"]
+    whole.zero_()
+    assert first.tolist() == [0.0, 1.0]
+    joined: Any = concatenate([whole, whole], 0, inputs[1])
+    assert (joined.device.type, joined.shape) == ("meta", (8,))
 
 
 # --- reduce_leaves ----------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from ._jax import ask_jax_for_cpus as ask_jax_for_cpus
 from ._namespace import join_arrays as join_arrays
 from ._namespace import reduce_in_namespace as reduce_in_namespace
 from ._namespace import share_array as share_array
+from ._namespace import share_parts as share_parts
 from ._namespace import trace_of as trace_of
 from ._namespace import untraced as untraced
 from ._numpy import NumpyBackend as NumpyBackend

@@ -19,15 +19,20 @@ from ...typing import ReduceOp
 from ._backend import Array
 
 
-def join_arrays(arrays: Sequence[Array], axis: int) -> Array:
-    """Lay arrays of one library behind each other along an axis, where the first one is.
+def join_arrays(arrays: Sequence[Array], axis: int, like: Array | None = None) -> Array:
+    """Lay arrays of one library behind each other along an axis.
+
+    Args:
+        arrays: What is joined.
+        axis: Along which.
+        like: The result is on the device of this one; None takes that of the first.
 
     Example:
         >>> import numpy as np
         >>> join_arrays([np.zeros(1), np.ones(2)], 0)
         array([0., 1., 1.])
     """
-    xp, place = array_namespace(arrays[0]), device(arrays[0])
+    xp, place = array_namespace(arrays[0]), device(arrays[0] if like is None else like)
     return xp.concat([to_device(untraced(array), place) for array in arrays], axis=axis)
 
 
@@ -48,6 +53,22 @@ def share_array(array: Array, inputs: Sequence[Array]) -> list[Array]:
     xp = array_namespace(array)
     copies = [to_device(xp.asarray(array, copy=True), device(own)) for own in inputs[1:]]
     return [to_device(array, device(inputs[0])), *copies]
+
+
+def share_parts(parts: Sequence[Array], inputs: Sequence[Array]) -> list[Array]:
+    """Return parts of one array, each on the device of what its replica brought.
+
+    Args:
+        parts: One per replica.
+        inputs: What each replica brought.
+
+    Returns:
+        Copies where they could be written.
+    """
+    if is_writeable_array(parts[0]):
+        xp = array_namespace(parts[0])
+        parts = [xp.asarray(part, copy=True) for part in parts]
+    return [to_device(part, device(own)) for part, own in zip(parts, inputs, strict=True)]
 
 
 def trace_of(array: object) -> str | None:

@@ -1,5 +1,7 @@
 """The jax backend, and collectives on its arrays from end to end."""
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -70,6 +72,42 @@ async def test_collectives_take_and_give_its_arrays(pair: ar.MirroredStrategy) -
 
     assert seen[0] == [[3.0, 6.0], [1.0, 2.0, 4.0], [2.0, 4.0], [1.5], [1.0, 2.0]]
     assert seen[1] == [[3.0, 6.0], [1.0, 2.0, 4.0], [2.0, 4.0], [3.0], [2.0, 4.0]]
+
+
+TWO_DEVICES = """
+import asyncio, jax
+import aioreplica as ar
+
+async def step():
+    ctx = ar.get_replica_context()
+    i = ctx.replica_id_in_sync_group
+    own = jax.devices("cpu")[i]
+    mine = jax.device_put(jax.numpy.asarray([1.0, 2.0]) * (i + 1), own)
+    scattered, swapped = await ctx.reduce_scatter("sum", mine), await ctx.all_to_all(mine)
+    assert scattered.devices() == swapped.devices() == {own}
+    return [*scattered.tolist(), *swapped.tolist()]
+
+async def main():
+    ar.set_logical_devices("cpu", 2)
+    async with ar.MirroredStrategy(["cpu:0", "cpu:1"]) as strategy:
+        print(strategy.local_results(await strategy.run(step)))
+
+asyncio.run(main())
+"""
+
+
+def test_every_replica_gets_its_part_on_its_own_device() -> None:
+    """In a process of its own: jax fixes its devices at its start."""
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_DEVICES],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "([3.0, 1.0, 2.0], [6.0, 2.0, 4.0])"
 
 
 @pytest.mark.asyncio
