@@ -15,10 +15,14 @@ import typer
 from ._rows import failed, print_rows, printable
 
 if TYPE_CHECKING:
-    from ..testing import Report
+    from ..testing import Failure, Report
 
 TOLD_EVERY: Final = 50
 """After so many schedules a terminal is told how many there were."""
+
+
+NOT_WITH_TOKEN: Final = ("schedules", "seed", "fidelity", "max_steps", "timeline")
+"""Options of a search."""
 
 
 def explore(
@@ -36,11 +40,15 @@ def explore(
     timeline: Annotated[
         Path | None, typer.Option(help="Write the failing schedule there, as a page.")
     ] = None,
+    *,
+    context: typer.Context,
 ) -> None:
     """Run an async program under many schedules, until one fails.
 
     The exit status is 1 if one does, with the error, the token and the schedule.
     """
+    if token:
+        _require_alone(context)
     main = load(program)
     left: object = "ignore" if leaks == ["ignore"] else tuple(leaks or ())
     try:
@@ -55,8 +63,36 @@ def explore(
     _print(report)
     if report.failure is not None:
         if timeline is not None:
-            report.failure.save_html(timeline)
+            _save_page(report.failure, timeline)
         raise typer.Exit(1)
+
+
+def _require_alone(context: typer.Context) -> None:
+    """Check that no option was given that a token has no use for.
+
+    Raises:
+        typer.Exit: If one was; with 2.
+    """
+    given = [name for name in NOT_WITH_TOKEN if _is_given(context, name)]
+    if given:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise failed(
+            f"--token replays one schedule, with what it was found by: leave {named} out. A page "
+            "is written by the search that finds the failure.",
+            2,
+        )
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _save_page(failure: Failure, path: Path) -> None:
+    try:
+        failure.save_html(path)
+    except OSError as error:
+        raise failed(f"The page cannot be written to {path}: {error}.") from None
 
 
 def load(program: str) -> object:
@@ -70,6 +106,8 @@ def load(program: str) -> object:
         raise failed(f"Name the program as module:function, got {program!r}.", 2)
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
+    if module_name.startswith("."):
+        raise failed(f"Name the module from the top, without a leading dot, got {program!r}.", 2)
     try:
         found: object = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -84,7 +122,8 @@ def load(program: str) -> object:
 
 
 def _async_names(owner: object) -> list[str]:
-    return [name for name, value in vars(owner).items() if inspect.iscoroutinefunction(value)]
+    values = getattr(owner, "__dict__", {})
+    return [name for name, value in values.items() if inspect.iscoroutinefunction(value)]
 
 
 def _explored(
@@ -115,7 +154,9 @@ def _replay(main: Any, token: str, leaks: Any) -> None:
     art.is_token_of(token, main)  # a damaged one is refused before anything runs
     try:
         art.replay(main, token, leaks=leaks)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         if isinstance(error, ValueError | TypeError) and not _is_of_program(error):
             raise
         _print_error(error)

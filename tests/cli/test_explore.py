@@ -12,6 +12,7 @@ from tests.cli.test_app import ended
 
 PROGRAM = """
 import asyncio
+import sys
 
 calls = []
 
@@ -37,6 +38,14 @@ async def takes_long():
 
 async def leaves():
     asyncio.create_task(asyncio.sleep(10), name="left")
+
+async def ends():
+    await asyncio.sleep(0)
+    sys.exit(0)
+
+async def is_cancelled():
+    await asyncio.sleep(0)
+    raise asyncio.CancelledError("nobody asked for it")
 
 def plain():
     pass
@@ -92,6 +101,23 @@ def test_a_failure_ends_with_1_and_its_token_replays(
     assert code == 2
 
 
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("ends", "SystemExit: 0"), ("is_cancelled", "CancelledError: nobody asked for it")],
+)
+def test_a_token_tells_a_failure_that_is_no_exception(
+    path: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = explored(capsys, f"explored_shop:{path}")
+    [token] = re.findall(r"^token\t(\S+)$", out, re.MULTILINE)
+
+    code, out, err = explored(capsys, f"explored_shop:{path}", "--token", token)
+
+    assert (code, err) == (1, "")
+    assert said in out
+    assert "aioreplica/testing" not in out
+
+
 def test_the_token_of_an_endless_schedule_needs_no_other_argument(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -127,6 +153,13 @@ def test_what_may_be_left_is_named(capsys: pytest.CaptureFixture[str]) -> None:
         (["explored_shop"], "Name the program as module:function"),
         (["explored_shopp:fine"], "Cannot import 'explored_shopp'"),
         (["explored_shop:fin"], "Did you mean 'fine'?"),
+        ([".explored_shop:fine"], "without a leading dot, got '.explored_shop:fine'"),
+        (["explored_shop:calls.main"], "explored_shop has no 'calls.main'"),
+        (
+            ["explored_shop:fine", "--token=ar1-x", "--seed=0", "--max-steps=9"],
+            "leave --seed, --max-steps out",
+        ),
+        (["explored_shop:fine", "--token=ar1-x", "--timeline=page.html"], "leave --timeline out"),
         (["explored_shop:plain"], "plain is not an async function"),
         (["explored_shop:fine", "--schedules=0"], "schedules must be at least 1, got 0."),
         (["explored_shop:fine", "--fidelity=best"], "Unknown fidelity 'best'"),
@@ -139,6 +172,13 @@ def test_wrong_arguments_end_with_2(
 
     assert code == 2
     assert said in err
+
+
+def test_a_page_that_cannot_be_written_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = explored(capsys, "explored_shop:loses", "--timeline=no/folder/page.html")
+
+    assert (code, "ValueError: an update is lost: 1" in out) == (1, True)
+    assert err.startswith("The page cannot be written to no/folder/page.html: ")
 
 
 def test_a_terminal_is_told_how_many_were_run(
