@@ -545,15 +545,16 @@ def require_runnable(workers: Workers, what: str) -> None:
 async def aggregated(
     operation: Callable[[], AbstractAsyncContextManager[Turn]],
     aggregation: VariableAggregation,
-    arrays: Sequence[object],
+    take: Callable[[], Sequence[object]],
 ) -> Any:
-    """Combine components in an operation; see `Workers.aggregate`."""
+    """Combine components in an operation, in whose turn they are taken; see `Workers.aggregate`."""
     is_mean = aggregation is VariableAggregation.MEAN
     op = ReduceOp.MEAN if is_mean else ReduceOp.SUM
     is_sum = aggregation is not VariableAggregation.ONLY_FIRST_REPLICA
-    rows, halves = widen_halves(op, [[array] for array in arrays] if is_sum else [arrays[:1]])
-    value = aggregate(aggregation, [array for [array] in rows])
     async with operation() as turn:
+        arrays = take()
+        rows, halves = widen_halves(op, [[array] for array in arrays] if is_sum else [arrays[:1]])
+        value = aggregate(aggregation, [array for [array] in rows])
         if is_sum:
             return (await reduce_across(turn, op, [value], halves=halves))[0]
         if isinstance(value, IndexedSlices):  # each brings other rows: those of one count

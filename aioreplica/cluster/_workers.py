@@ -193,11 +193,11 @@ class Workers:
                 yield turn
 
     async def aggregate(
-        self, what: str, name: str, aggregation: VariableAggregation, arrays: Sequence[object]
+        self, what: str, name: str, how: VariableAggregation, take: Callable[[], Sequence[object]]
     ) -> Any:
-        """Combine a variable's components, or values for them, as its aggregation says."""
-        operation = partial(self.operation, what, f"{name!r} {aggregation.value}")
-        return await aggregated(operation, aggregation, arrays)
+        """Combine a variable's components, or values for them, which are taken in the turn."""
+        operation = partial(self.operation, what, f"{name!r} {how.value}")
+        return await aggregated(operation, how, take)
 
     # ---- for operations ------------------------------------------------------------------
 

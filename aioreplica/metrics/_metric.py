@@ -71,7 +71,8 @@ class Metric(ABC):
     async def read(self) -> Any:
         """Return `result()` over the replicas of all workers; every worker has to call it.
 
-        Under a strategy of one worker, `result()`. Outside the replicas only.
+        Under a strategy of one worker, `result()`. Outside the replicas only. Runs that were
+        called before it count, those behind it do not.
 
         Raises:
             ContextError: If called inside a replica.
@@ -88,9 +89,9 @@ class Metric(ABC):
         workers = workers_of(self._totals[0])
         if workers is None:
             return self.result()
-        local = [reduce(np.add, parts) for parts in self._columns()]
-        text = f"{self._name!r} {[list(total.shape) for total in local]}"
+        text = f"{self._name!r} {[list(total.shape) for total in self._totals]}"
         async with workers.operation("metric.read", text) as turn:
+            local = [reduce(np.add, parts) for parts in self._columns()]  # behind the runs before
             totals = await reduce_across(turn, ReduceOp.SUM, local)
         whole = copy(self)  # whose totals are those of all workers
         whole._known = tuple(totals)

@@ -285,7 +285,7 @@ async def _create_across(options: dict[str, Any], workers: Any, initial: object)
     """Create a variable on every worker, with the initial value of worker 0."""
     own = np.asarray(initial() if callable(initial) else initial)
     first = VariableAggregation.ONLY_FIRST_REPLICA
-    value = await workers.aggregate("initial value", options.get("name"), first, [own])
+    value = await workers.aggregate("initial value", options.get("name"), first, lambda: [own])
     return Variable(value, **options)
 
 

@@ -525,7 +525,7 @@ async def read_variable(workers: Workers | None, variable: Variable, what: str) 
     how = variable.aggregation
     if workers is None or variable.is_mirrored or how is VariableAggregation.NONE:
         return variable.value  # or an error that says why it has none
-    return await workers.aggregate(what, variable.name, how, variable.components)
+    return await workers.aggregate(what, variable.name, how, lambda: variable.components)
 
 
 async def gather_across_workers(

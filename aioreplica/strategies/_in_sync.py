@@ -30,8 +30,9 @@ _X87_BYTES = 10  # of an extended-precision number; the rest of its 12 or 16 is 
 async def check_in_sync(runtime: Runtime, variables: Iterable[Variable]) -> None:
     """Check that the components of each variable are equal on all replicas, bit by bit.
 
-    All components are those of one moment, that of the call. NaN equals a NaN of the same bits;
-    0.0 and -0.0 differ. Sync-on-read variables are passed over: theirs are meant to differ.
+    All components are those of one moment: that of the call, or with several workers that of its
+    turn behind the runs before it. NaN equals a NaN of the same bits; 0.0 and -0.0 differ.
+    Sync-on-read variables are passed over: theirs are meant to differ.
 
     Args:
         runtime: The strategy that made them.
@@ -44,38 +45,47 @@ async def check_in_sync(runtime: Runtime, variables: Iterable[Variable]) -> None
         ContextError: If called inside a replica, or a variable belongs to another strategy.
 
     Cancellation:
-        Changes nothing; hashing that has started is waited for.
+        Changes nothing; hashing that has started is waited for. Tells the other workers, once its
+        turn has begun.
     """
     runtime.require_cross_replica(
         "check_in_sync", "ctx.merge_call(merge_fn) and check inside the merge function"
     )
-    held = [(v.name, v.components) for v in _checked(runtime, variables) if v.is_mirrored]
+    checked = [variable for variable in _checked(runtime, variables) if variable.is_mirrored]
+    if runtime.workers is not None:
+        await _check_workers(runtime.workers, checked)
+    else:
+        await _check_here([(variable.name, variable.components) for variable in checked])
+
+
+async def _check_here(held: Sequence[Named]) -> None:
+    """Compare the components of each variable on this worker, by hash.
+
+    Raises:
+        OutOfSyncError: For the first one that differs.
+    """
     apart = [(name, parts) for name, parts in held if len(set(map(id, parts))) > 1]
     num_bytes = sum(part.nbytes for _, parts in apart for part in parts)
     if num_bytes < INLINE_BYTES:
         error = _first_difference(apart)
     else:
         error = await run_on_host(_first_difference, apart)
-    if runtime.workers is not None:
-        await _check_workers(runtime.workers, held, error)
     if error is not None:
         raise error
 
 
-async def _check_workers(
-    workers: Workers, held: Sequence[Named], error: OutOfSyncError | None
-) -> None:
-    """Compare the first component of each variable over the workers, by hash.
+async def _check_workers(workers: Workers, variables: Sequence[Variable]) -> None:
+    """Compare components here, then the first one of each variable over the workers, by hash.
 
     Raises:
         OutOfSyncError: On all workers, naming the first replica of the worker that differs.
     """
-    names = ", ".join(name for name, _ in held)
-    digests = [_digest(parts[0]) for _, parts in held]
-    mine = np.frombuffer(b"".join(digests), np.uint8)
+    names = ", ".join(variable.name for variable in variables)
     async with workers.operation("check_in_sync", names) as turn:
-        if error is not None:
-            raise error  # the others hear of it
+        held = [(variable.name, variable.components) for variable in variables]
+        await _check_here(held)  # of an error the others hear
+        digests = [_digest(parts[0]) for _, parts in held]
+        mine = np.frombuffer(b"".join(digests), np.uint8)
         [rows] = await gather_across(turn, [mine.reshape(1, -1)], 0)
         for index, (name, parts) in enumerate(held):
             place = slice(16 * index, 16 * index + 16)

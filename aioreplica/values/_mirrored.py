@@ -116,7 +116,7 @@ async def _write_across(
     workers: Any, variable: MirroredVariable, verb: str, arrays: Sequence[object]
 ) -> PerReplica:
     """Combine what the replicas of all workers have made of their values, then write it."""
-    found = await workers.aggregate(verb, variable.name, variable.aggregation, arrays)
+    found = await workers.aggregate(verb, variable.name, variable.aggregation, lambda: arrays)
     new = _write(variable, verb, found)
     return new if isinstance(new, PerReplica) else await new
 

@@ -1,5 +1,6 @@
 """Training gives the same on any division of replicas into workers."""
 
+import asyncio
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.devices import list_devices
+from aioreplica.strategies import MultiWorkerMirroredStrategy
 from tests.strategies.workers import on_workers
 
 pytestmark = pytest.mark.asyncio
@@ -110,3 +112,43 @@ async def test_results_are_bitwise_the_same_from_run_to_run() -> None:
         assert a["loss"] == b["loss"]
         for x, y in zip(a["slots"], b["slots"], strict=True):
             assert x.tobytes() == y.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["metric", "read_var", "check_in_sync"])
+async def test_a_read_sees_what_the_runs_before_it_have_written(kind: str) -> None:
+    """One worker asks in the middle of the run, the other one behind it: the moment is one."""
+
+    async def program(strategy: MultiWorkerMirroredStrategy) -> float:
+        with strategy.scope():
+            total = ar.metrics.Sum()
+            count = ar.Variable(0.0, synchronization="on_read", aggregation="sum")
+            mirrored = ar.Variable(0.0, aggregation="sum")
+        started, gate = asyncio.Event(), asyncio.Event()
+
+        async def step() -> None:
+            started.set()
+            await gate.wait()
+            total.update_state(1.0)
+            await count.assign_add(1.0)
+            await mirrored.assign_add(1.0)
+
+        run = asyncio.create_task(strategy.run(step))
+        await started.wait()
+        assert strategy._runtime.workers is not None
+        if strategy._runtime.workers.rank == 0:
+            asyncio.get_running_loop().call_soon(gate.set)  # once the call below waits
+        else:
+            gate.set()
+            await run
+        found: object
+        if kind == "metric":
+            found = await total.read()
+        elif kind == "read_var":
+            found = await strategy.extended.read_var(count)
+        else:
+            await strategy.check_in_sync([mirrored])
+            found = mirrored.value
+        await run
+        return float(np.asarray(found))
+
+    assert await on_workers(2, 1, program) == [2.0] * 2
