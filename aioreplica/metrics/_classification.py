@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..tree import Array
-from ._metric import Metric, class_ids, numbers, weighted_total, weights_like
+from ._metric import Metric, as_array, class_ids, numbers, weighted_total, weights_like
 
 
 @final
@@ -44,7 +44,7 @@ class Accuracy(Metric):
             TypeError: If the weights are not numbers.
             ContextError: If the metric belongs to another strategy.
         """
-        labels, predictions = np.asarray(y_true), np.asarray(y_pred)
+        labels, predictions = as_array(y_true), as_array(y_pred)
         if labels.shape != predictions.shape:
             raise ValueError(
                 f"Metric {self.name!r} got labels of shape {labels.shape} and predictions of shape "

@@ -258,6 +258,13 @@ def weights_like(name: str, array: Array, sample_weight: Any, *given: object) ->
         ) from None
 
 
+def as_array(value: object) -> Array:
+    """Return what may be of another library, on another device, or masked; what is masked is 0."""
+    if is_array_api_obj(value) and not isinstance(value, (np.ndarray, np.generic)):
+        value = backend_of(value).get(value)
+    return np.asarray(np.ma.filled(value, 0) if isinstance(value, np.ma.MaskedArray) else value)
+
+
 def numbers(name: str, what: str, value: object) -> Array:
     """Return numbers as an array of float64: those of half precision, and of other libraries, too.
 
@@ -266,9 +273,7 @@ def numbers(name: str, what: str, value: object) -> Array:
     Raises:
         TypeError: If they are not numbers.
     """
-    if is_array_api_obj(value) and not isinstance(value, (np.ndarray, np.generic)):
-        value = backend_of(value).get(value)
-    array = np.asarray(np.ma.filled(value, 0) if isinstance(value, np.ma.MaskedArray) else value)
+    array = as_array(value)
     if array.dtype.kind not in "iub" and not is_floating(array.dtype):
         raise TypeError(
             f"Metric {name!r} needs numbers as {what}, got {value!r} (dtype {array.dtype})."
@@ -283,8 +288,8 @@ def class_ids(name: str, what: str, value: object, num_classes: int) -> npt.NDAr
         TypeError: If they are not integers.
         ValueError: If one is out of range.
     """
-    array = np.asarray(np.ma.filled(value, 0) if isinstance(value, np.ma.MaskedArray) else value)
-    if array.dtype.kind not in "iub":
+    array = as_array(value)
+    if array.dtype.kind not in "iub" and array.size:  # an empty list has the dtype of floats
         raise TypeError(
             f"Metric {name!r} needs class ids as {what}, got dtype {array.dtype}. Pass integers "
             f"from 0 to {num_classes - 1}: of scores, scores.argmax(axis=-1)."

@@ -293,6 +293,26 @@ def test_metrics_are_checked_when_they_are_made(make: Any, said: str) -> None:
         make()
 
 
+def test_labels_of_other_libraries_are_taken_as_numbers_are() -> None:
+    torch = pytest.importorskip("torch")
+    accuracy, overlap, best = Accuracy(), ar.metrics.MeanIoU(3), ar.metrics.TopKAccuracy(1)
+
+    for dtype in (torch.float64, torch.bfloat16):
+        labels = torch.tensor([1.0, 2.0, 0.0, 1.0], dtype=dtype, requires_grad=True)
+        accuracy.update_state(labels, torch.tensor([1.0, 2.0, 1.0, 1.0], dtype=dtype))
+    overlap.update_state(torch.tensor([1, 2]), torch.tensor([1, 2]))
+    best.update_state(torch.tensor([1]), torch.tensor([[0.0, 1.0]], requires_grad=True))
+
+    assert (accuracy.result(), overlap.result(), best.result()) == (0.75, 1.0, 1.0)
+
+
+def test_nothing_has_no_class() -> None:
+    overlap, accuracy = ar.metrics.MeanIoU(2), Accuracy()
+    overlap.update_state([], [])
+    accuracy.update_state([], [])
+    assert (overlap.result(), accuracy.result()) == (0.0, 0.0)
+
+
 @pytest.mark.parametrize("kind", ["float16", "bfloat16", "torch.bfloat16"])
 def test_values_of_half_precision_are_added_up_in_float64(kind: str) -> None:
     numbers: Any = np.full(4, 6e4, np.float16)
