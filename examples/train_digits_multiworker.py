@@ -90,6 +90,12 @@ async def train(
         def test(images: Any, labels: Any) -> None:  # runs whole on each device
             accuracy.update_state(network.scores(images).argmax(axis=1) == labels)
 
+        async def tested() -> float:
+            accuracy.reset_state()
+            async for batch in test_set:
+                await strategy.run(test, args=batch)
+            return float(await accuracy.read())
+
         batches = ar.ArrayDataset(train_data, batch_size, shuffle=True, seed=seed)
         tests = ar.ArrayDataset(test_data, batch_size=len(test_data[1]))
         train_set = strategy.distribute_dataset(batches, ar.InputOptions(sharding="data"))
@@ -100,25 +106,24 @@ async def train(
             if manager is not None and manager.latest() is not None:
                 tell(f"goes on from checkpoint {await manager.restore(state)}")
             first_epoch, num_steps, began = train_set.epoch, 0, time.perf_counter()
+            share = 0.0
             for epoch in range(first_epoch, epochs):
                 loss.reset_state()
-                accuracy.reset_state()
                 async for batch in train_set:
                     await strategy.run(step, args=batch)
                     num_steps += 1
-                async for batch in test_set:
-                    await strategy.run(test, args=batch)
+                mean, share = await loss.read(), await tested()
                 if manager is not None:
                     await manager.save(epoch + 1, state)
-                mean, share = await loss.read(), await accuracy.read()
                 tell(f"epoch {epoch + 1}: loss {mean:.4f}, accuracy {share:.1%}")
             rate = num_steps / (time.perf_counter() - began)
+            share = share if num_steps else await tested()  # all was done before, and restored
             if manager is not None:
                 await manager.aclose()
         await strategy.check_in_sync(strategy.trainable_variables)
         parts = [each.name.encode() + each.value.tobytes() for each in strategy.trainable_variables]
         digest = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
-        return Result(first_epoch, await accuracy.read(), rate, digest)
+        return Result(first_epoch, share, rate, digest)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
