@@ -24,6 +24,7 @@ from ..errors import CheckpointError, JournalError
 from ..integrations._status import Status, read_status, socket_folder
 from ..integrations.live import render
 from ..online import Journal, roll_back_closed
+from ._app import INTERRUPTED
 from ._rows import failed, print_rows
 
 KINDS = ("cpu", "cuda", "gpu", "tpu")
@@ -95,7 +96,7 @@ def top(
         with Live(render(before, None), console=console, auto_refresh=False, screen=True) as live:
             _draw(live, path, before, interval)
     except KeyboardInterrupt:
-        return
+        raise typer.Exit(INTERRUPTED) from None
     console.print(f"The process behind {path} has ended.", markup=False)
 
 
@@ -214,31 +215,42 @@ MAX_LETTERS = 20
 
 
 def show_journal(journal: JournalPath) -> None:
-    """Show which examples a journal has, its rollbacks, and its oldest dead letters."""
+    """Show which examples a journal has, its rollbacks, and the oldest dead letters of each model.
+
+    Nothing of it is changed.
+    """
     file = Journal(journal).file()
     try:
-        facts = file.open()
+        facts = file.open(only_looks=True)
         try:
-            letters, models = file.dead_letters(0, MAX_LETTERS), file.consumers()
+            models = file.consumers()
+            rollbacks = [(name, each) for name in models for each in file.rollbacks(name)]
+            letters = [
+                (name, each)
+                for name in models
+                for each in file.dead_letters(0, MAX_LETTERS, model=name)
+            ]
         finally:
             file.close()
     except JournalError as error:
         raise failed(str(error)) from None
-    rows = [
-        ("examples", f"{facts.first_number} to {facts.last_number}"),
-        *((f"rollback {each.generation}", f"to {each.rolled_to}") for each in facts.rollbacks),
-    ]
-    if len(models) > 1:
+    rows = [("examples", f"{facts.first_number} to {facts.last_number}")]
+    has_several = len(models) > 1
+    for name, done in rollbacks:
+        whose = f"{name} " if has_several else ""
+        rows.append((f"rollback {whose}{done.generation}", f"to {done.rolled_to}"))
+    if has_several:
         for name, each in models.items():
             role = "champion" if name == facts.champion else f"detached: {each.detached}"
             about = f", {role}" if each.detached or name == facts.champion else ""
             rows.append((f"model {name}", f"up to {each.learned}{about}"))
     print_rows(("what", "numbers"), rows)
-    times = [time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(each.time)) for each in letters]
-    print_rows(
-        ("dead letter", "since", "error"),
-        [(str(x.number), when, x.error) for x, when in zip(letters, times, strict=True)],
-    )
+    found = []
+    for name, letter in letters:
+        number = f"{letter.number} ({name})" if has_several else str(letter.number)
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(letter.time))
+        found.append((number, since, letter.error))
+    print_rows(("dead letter", "since", "error"), found)
 
 
 def promote(journal: JournalPath, model: str) -> None:

@@ -33,6 +33,7 @@ from ._journal_format import (
     Row,
     Waiting,
     advice_for,
+    lock_of,
     locked,
     prepare,
 )
@@ -77,14 +78,18 @@ class JournalFile:
 
     # ---- opening -------------------------------------------------------------------------
 
-    def open(self) -> JournalFacts:
+    def open(self, *, only_looks: bool = False) -> JournalFacts:
         """Lock the file and look into it, or make it; blocks.
+
+        Args:
+            only_looks: Whether nothing is to be changed: nothing is made, nor put into the newest
+                version of the format. Then only what reads may be called.
 
         Raises:
             JournalError: If it is in use, damaged, no journal, or cannot be made.
         """
         try:
-            with self._database.opening():
+            with self._database.opening(only_looks=only_looks):
                 [[self._last]] = self._run(_LAST)
                 facts = dict(self._run("SELECT name, value FROM facts"))
                 rollbacks = models.rollbacks(self._run, MAIN)
@@ -417,7 +422,7 @@ class _JournalDatabase:
         self._busy_timeout_s = busy_timeout_s
         self._connect = connect
         self._connection: Any = None  # Any: a sqlite3.Connection, or what stands for one
-        self._is_exclusive = False
+        self._is_exclusive = self._is_open = self._only_looks = False
         self._lock: FileLock | None = None
 
     @property
@@ -426,13 +431,17 @@ class _JournalDatabase:
         return self._connection is not None
 
     @contextmanager
-    def opening(self) -> Iterator[None]:
+    def opening(self, *, only_looks: bool) -> Iterator[None]:
         """Lock the file, look whether it is whole, and read it in the block.
+
+        Who only looks makes no lock: where there is none, no learner has ever had the file.
 
         Raises:
             JournalError: If it is in use, damaged, no journal, or cannot be made.
         """
-        self._lock = locked(self.path)
+        if not only_looks or lock_of(self.path).exists():
+            self._lock = locked(self.path)
+        self._is_open, self._only_looks = True, only_looks
         with self._told("opened"):
             self._connection = self._connected()
             found = self.run("PRAGMA quick_check(1)")
@@ -446,6 +455,7 @@ class _JournalDatabase:
     def close(self) -> None:
         """Close the file and give the lock back. Idempotent."""
         self._drop()
+        self._is_open = False
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.close()
@@ -506,12 +516,12 @@ class _JournalDatabase:
             isolation_level=None,
             check_same_thread=False,
         )
-        prepare(connection, self.path, is_exclusive=is_exclusive)
+        prepare(connection, self.path, is_exclusive=is_exclusive, only_looks=self._only_looks)
         self._is_exclusive = is_exclusive
         return connection
 
     def _reopen(self) -> None:
-        if self._lock is None:
+        if not self._is_open:
             raise JournalError(f"The journal {self.path} is closed.")
         if self._connection is None:
             self._connection = self._connected()

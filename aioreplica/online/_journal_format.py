@@ -210,11 +210,23 @@ class JournalFacts:
     specs: Mapping[int, int]
 
 
-def prepare(connection: Any, path: Path, *, is_exclusive: bool) -> None:
-    """Set a new connection up, and make the tables if there are none; closed if that fails."""
+def prepare(connection: Any, path: Path, *, is_exclusive: bool, only_looks: bool = False) -> None:
+    """Set a new connection up, and make the tables if there are none; closed if that fails.
+
+    What is no journal is refused before anything is written. Who only looks never writes: what an
+    older journal lacks is there in a transaction that ends with the connection, for nobody else.
+    """
     try:
         if is_exclusive:
             list(connection.execute("PRAGMA locking_mode = EXCLUSIVE"))
+        version = _version_of(connection, path)
+        if only_looks:
+            if version == 0:
+                raise JournalError(f"{path} is empty: no learner has made a journal of it yet.")
+            if version < VERSION:
+                list(connection.execute("PRAGMA cache_spill = OFF"))
+                _make(connection, version)
+            return
         [[mode]] = connection.execute("PRAGMA journal_mode = WAL")
         if mode != "wal":
             raise JournalError(
@@ -223,27 +235,39 @@ def prepare(connection: Any, path: Path, *, is_exclusive: bool) -> None:
             )
         for setting in ("synchronous = FULL", "fullfsync = ON"):
             list(connection.execute(f"PRAGMA {setting}"))
-        [[application]] = connection.execute("PRAGMA application_id")
-        [[tables]] = connection.execute("SELECT count(*) FROM sqlite_schema")
-        [[version]] = connection.execute("PRAGMA user_version")
-        if application != APPLICATION_ID and tables:
-            raise JournalError(
-                f"{path} is an SQLite file but not a journal. Give the journal a path of its own."
-            )
-        if tables and not 1 <= version <= VERSION:
-            raise JournalError(
-                f"The journal {path} has version {version} of the format, this release "
-                f"reads versions 1 to {VERSION}. Open it with the release that wrote it."
-            )
-        if not tables or version < VERSION:
-            _make(connection, version if tables else 0)
+        if version < VERSION:
+            _make(connection, version)
+            connection.execute("COMMIT")
     except BaseException:
         connection.close()
         raise
 
 
+def _version_of(connection: Any, path: Path) -> int:
+    """Return the version of the format of what a file holds; 0 if that is nothing.
+
+    Raises:
+        JournalError: If it is no journal, or one of a newer release.
+    """
+    [[application]] = connection.execute("PRAGMA application_id")
+    [[tables]] = connection.execute("SELECT count(*) FROM sqlite_schema")
+    [[version]] = connection.execute("PRAGMA user_version")
+    if not tables:
+        return 0
+    if application != APPLICATION_ID:
+        raise JournalError(
+            f"{path} is an SQLite file but not a journal. Give the journal a path of its own."
+        )
+    if not 1 <= version <= VERSION:
+        raise JournalError(
+            f"The journal {path} has version {version} of the format, this release "
+            f"reads versions 1 to {VERSION}. Open it with the release that wrote it."
+        )
+    return int(version)
+
+
 def _make(connection: Any, version: int) -> None:
-    """Make what the tables of a version lack, all or nothing; 0 has none."""
+    """Begin a transaction that makes what the tables of a version lack; 0 has none."""
     connection.execute("BEGIN IMMEDIATE")
     for statements in _SCHEMAS[version:]:
         for statement in filter(str.strip, statements.split(";")):
@@ -252,7 +276,6 @@ def _make(connection: Any, version: int) -> None:
         facts = {"id": secrets.token_hex(16), "first": 1, "last": 0, "clock_s": 0.0}
         connection.executemany("INSERT INTO facts VALUES (?, ?)", list(facts.items()))
     connection.execute(f"PRAGMA user_version = {VERSION}")
-    connection.execute("COMMIT")
 
 
 def advice_for(name: str) -> str:
@@ -269,6 +292,11 @@ def advice_for(name: str) -> str:
     return "Look at the path and its permissions."
 
 
+def lock_of(path: Path) -> Path:
+    """Return the file that is locked while a journal is open; it stays beside the journal."""
+    return path.with_name(f"{path.name}.lock")
+
+
 def locked(path: Path) -> FileLock:
     """Return a lock beside the journal.
 
@@ -276,7 +304,7 @@ def locked(path: Path) -> FileLock:
         JournalError: If a learner has it, or it cannot be made.
     """
     try:
-        return FileLock(path.with_name(f"{path.name}.lock"))
+        return FileLock(lock_of(path))
     except BlockingIOError as error:
         raise JournalError(
             f"The journal {path} is in use: a learner of {error.strerror} has it open. Close it, "

@@ -1,13 +1,16 @@
 """`online show` and `online rollback`: what they print, what they change, and how they end."""
 
 import asyncio
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from aioreplica.cli import main
 from aioreplica.online import Journal
+from aioreplica.online._journal_format import Dead
 from tests.online.program import RAISES, Counting, example
 
 pytest.importorskip("typer")
@@ -102,6 +105,57 @@ def test_what_is_not_possible_is_said(folder: Path, run: Run) -> None:
     code, out, err = run("show", folder / "text")
     assert (code, out) == (1, "")
     assert "NOTADB" in err
+
+
+def test_dead_letters_and_rollbacks_of_all_models_are_shown(folder: Path, run: Run) -> None:
+    journal = folder / "journal.db"
+    file = Journal(journal).file()
+    file.open()
+    file.attach("second", 1, 0.0)
+    file.set_aside([Dead(2, "ValueError: another mood", 0.0)], "second")
+    file.roll_back(1, 2, [], 0.0, "second")
+    file.close()
+
+    code, out, err = run("show", journal)
+
+    assert (code, err) == (0, "")
+    lines = [line.split("\t") for line in out.splitlines()]
+    assert ["rollback second 1", "to 2"] in lines
+    assert [line[::2] for line in lines if len(line) == 3] == [
+        ["3 (main)", "ValueError: a bad mood"],
+        ["2 (second)", "ValueError: another mood"],
+    ]
+
+
+@pytest.mark.parametrize("has_tables", [True, False])
+def test_what_is_no_journal_is_left_as_it_is(folder: Path, run: Run, has_tables: bool) -> None:
+    other = folder / "other.db"
+    other.touch()
+    if has_tables:
+        with closing(sqlite3.connect(other)) as connection:
+            connection.execute("CREATE TABLE users (name)")
+    before = other.read_bytes()
+
+    code, out, err = run("show", other)
+
+    assert (code, out) == (1, "")
+    assert ("not a journal" if has_tables else "is empty") in err
+    assert other.read_bytes() == before
+    assert [path.name for path in folder.glob("other*")] == ["other.db"]
+
+
+def test_an_older_journal_is_shown_and_stays_one(folder: Path, run: Run) -> None:
+    older = folder / "older.db"
+    stored = Path(__file__).parents[1] / "online" / "stored" / "journal_3.sql"
+    with closing(sqlite3.connect(older)) as connection:
+        connection.executescript(stored.read_text(encoding="utf-8"))
+    before = older.read_bytes()
+
+    code, out, err = run("show", older)
+
+    assert (code, err) == (0, "")
+    assert out.startswith("examples\t")
+    assert older.read_bytes() == before
 
 
 def test_a_learner_that_is_open_has_its_journal_to_itself(folder: Path, run: Run) -> None:

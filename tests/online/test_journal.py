@@ -217,6 +217,9 @@ async def test_a_damaged_journal_or_another_file_is_refused(folder: Path) -> Non
     other.execute("CREATE TABLE poems (line TEXT)")
     other.close()
     await opening_fails(folder, "an SQLite file but not a journal")
+    other = sqlite3.connect(journal)
+    assert other.execute("PRAGMA journal_mode").fetchall() == [("delete",)]  # as it was
+    other.close()
     journal.unlink()
     await opening_fails(folder, "cannot be opened", journal=folder / "missing" / "journal.db")
     async with Counting(folder, checkpoints=None) as program:
