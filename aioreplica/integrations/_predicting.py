@@ -29,12 +29,27 @@ from starlette.responses import Response
 
 from .._functions import require_finished
 from ..devices import OwnedTask, require_loop
-from ..errors import ContextError
+from ..errors import CheckpointError, ContextError
 from ..online import ExampleSpec, OnlineLearner
 from ..online._journal_keys import UnknownPredictionError
 from ..online._labels import label, waiting
 from ..tree import flatten, leaves, map_leaves, unflatten
 from ._request import Limits, answer, full, read_json, refusal, taking
+
+NO_VERSION = (FileNotFoundError, CheckpointError, ContextError)
+"""What reading a version raises if there is none."""
+
+
+class NoVersionError(Exception):
+    """No version could be read, or the service is closed: none that `predict` itself has raised.
+
+    Args:
+        cause: Why.
+    """
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
 
 
 class Predicted(NamedTuple):
@@ -101,8 +116,8 @@ class Predicting:
         """Predict the inputs of a request, from one version.
 
         Raises:
-            ContextError: If the service is closed meanwhile, or its learner was never opened.
-            Exception: What reading a version or `predict` raises.
+            NoVersionError: If the service is closed meanwhile, or there is no version to read.
+            Exception: What `predict` raises.
 
         Cancellation:
             Stops waiting; a call for several requests goes on for the others.
@@ -151,7 +166,7 @@ class Predicting:
         closed = "The service was closed before it had predicted. Ask the next one."
         for each in (*asked, *self._waiting):
             if not each.answer.done():
-                each.answer.set_exception(ContextError(closed))
+                each.answer.set_exception(NoVersionError(ContextError(closed)))
                 each.answer.exception()  # who has asked may be cancelled, and never look
         self._waiting.clear()
 
@@ -205,12 +220,24 @@ class Predicting:
                 each.answer.set_result(Predicted(part, found.version))
 
     async def _call(self, inputs: Sequence[object]) -> Predicted:
-        snapshot = self._read()
+        try:
+            snapshot = self._read()
+        except NO_VERSION as error:
+            raise NoVersionError(error) from error
         self.num_calls += 1
         self.num_inputs += len(inputs)
-        result = self._predict(snapshot, _stacked(inputs))
-        if isawaitable(result):
-            result = await result
+        try:
+            result = self._predict(snapshot, _stacked(inputs))
+            if isawaitable(result):
+                result = await result
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise RuntimeError(
+                "predict was ended by a CancelledError, and nobody has cancelled it: it awaited "
+                "something that was. Make an error of that in predict."
+            ) from error
         require_finished(result, self._predict, "OnlineService")
         rows = map_leaves(np.asarray, result)
         for leaf in leaves(rows):

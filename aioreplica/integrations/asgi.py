@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any, final
 from .._export import export_public
 from .._functions import is_async, require_no_yield
 from ..devices import run_on_host
-from ..errors import CheckpointError, ContextError
 from ..online import ExampleSpec, OnlineLearner, SnapshotReader
 from ..tree import map_leaves
 
@@ -47,7 +46,7 @@ try:
     from ._events import Events
     from ._online_metrics import ServiceMetrics
     from ._operating import OPERATIONS, list_letters, operate, show_example
-    from ._predicting import Predicting, ids, kept, take_label
+    from ._predicting import NO_VERSION, NoVersionError, Predicting, ids, kept, take_label
     from ._request import (
         HEADERS,
         Limits,
@@ -348,7 +347,10 @@ class OnlineService:
         Cancellation:
             Stops waiting.
         """
-        found = await self._predicting([self._valid_input(x)])
+        try:
+            found = await self._predicting([self._valid_input(x)])
+        except NoVersionError as error:
+            raise error.cause from None
         return found.part(0), found.version
 
     async def _on_predict(self, request: Request) -> Response:
@@ -359,8 +361,8 @@ class OnlineService:
         inputs = self._checked([given] if is_single else given, self._valid_input, where)
         try:
             found = await self._predicting(inputs)
-        except _NO_VERSION as error:
-            raise _no_version(error) from error
+        except NoVersionError as error:
+            raise _no_version(error.cause) from error
         name, picked = ("prediction", 0) if is_single else ("predictions", slice(None))
         lists = map_leaves(lambda leaf: leaf.tolist(), found.part(picked))
         learner, about = self._learner, dict[str, object](version=found.version)
@@ -388,7 +390,7 @@ class OnlineService:
     def _newest(self) -> Any:  # Any: snapshots of a learner and of a reader have different keys
         try:
             return self._read()
-        except _NO_VERSION as error:
+        except NO_VERSION as error:
             raise _no_version(error) from error
 
     def _valid_input(self, given: object) -> object:
@@ -451,7 +453,6 @@ class OnlineService:
 
 
 _Handler = Callable[[Request], Awaitable[Response]]
-_NO_VERSION = (FileNotFoundError, CheckpointError, ContextError)
 
 
 def _no_version(error: Exception) -> HTTPException:

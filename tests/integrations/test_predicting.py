@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 import aioreplica as ar
-from aioreplica.errors import ContextError, LoopMismatchError
+from aioreplica.errors import CheckpointError, ContextError, LoopMismatchError
 from aioreplica.integrations.asgi import OnlineService
 from aioreplica.online import ExampleSpec, Journal, Migration, SnapshotReader, publish_snapshot
 from tests.online.program import Counting, example
@@ -126,6 +126,48 @@ async def test_predictions_have_a_row_per_input(program: Counting, returned: Any
     assert answer.status == 500
     with pytest.raises(ValueError, match=r"of shape .* for 1 inputs. Return one row per input"):
         await service.predict([1.0])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError("/srv/words.txt"), ContextError("closed"), CheckpointError("old")]
+)
+async def test_an_error_of_predict_is_no_missing_version(
+    program: Counting, caplog: pytest.LogCaptureFixture, error: Exception, batch: int
+) -> None:
+    def predict(*_: Any) -> Any:
+        raise error
+
+    service = service_of(program, predict, predict_batch=batch)
+
+    answer = await post(service, "/predict", {"input": [1]})
+
+    assert (answer.status, "retry-after" in answer.headers) == (500, False)
+    assert str(error) not in answer.body.decode()
+    [record] = caplog.records
+    assert str(error) in (record.exc_text or "")
+    with pytest.raises(type(error), match=str(error)):
+        await service.predict([1.0])
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("batch", [1, 4])
+async def test_a_prediction_that_awaits_what_was_cancelled_fails_alone(
+    program: Counting, caplog: pytest.LogCaptureFixture, batch: int
+) -> None:
+    async def predict(_: Any, inputs: Any) -> Any:
+        if (inputs < 0).any():
+            lost = asyncio.get_running_loop().create_future()
+            lost.cancel()
+            await lost
+        return inputs[:, 0]
+
+    service = service_of(program, predict, predict_batch=batch)
+    tasks = [post(service, "/predict", {"input": [each]}) for each in (1, -1, 2)]
+
+    assert [each.status for each in await asyncio.gather(*tasks)] == [200, 500, 200]
+    assert "nobody has cancelled it" in (caplog.records[0].exc_text or "")
 
 
 # ---- several at a time ---------------------------------------------------------------------
