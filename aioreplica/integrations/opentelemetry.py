@@ -35,6 +35,7 @@ from ._metrics import (
     SAVE_SECONDS,
     WAITED,
     Export,
+    Measurement,
     MeteredStrategies,
     MetricFamily,
     metered_of,
@@ -249,6 +250,7 @@ def _make_instruments(provider: MeterProvider, metered: MeteredStrategies) -> No
     meter = provider.get_meter(SCOPE)
     counter, gauge = meter.create_observable_counter, meter.create_observable_gauge
     histograms: dict[MetricFamily, Histogram] = {}
+    shared = _Shared(metered)
     for metric in METRICS:
         name = f"aioreplica.{metric.name}"
         if metric.is_histogram:
@@ -257,7 +259,7 @@ def _make_instruments(provider: MeterProvider, metered: MeteredStrategies) -> No
             )
         else:
             make = counter if metric.is_counter else gauge
-            make(name, [_reader(metered, metric)], description=metric.help)
+            make(name, [_reader(shared, metric)], description=metric.help)
     metered.observe = partial(_recording, histograms)
 
 
@@ -293,13 +295,35 @@ def _recording(histograms: dict[MetricFamily, Histogram], name: str) -> Observer
     )
 
 
+@final
+class _Shared:
+    """All values of one collection, for the instruments, of which each asks for its own.
+
+    Who asks again begins another collection, so each sees values that it has not seen.
+    """
+
+    def __init__(self, metered: MeteredStrategies) -> None:
+        self._metered = metered
+        self._lock = threading.Lock()
+        self._values: list[Measurement] = []
+        self._told: set[MetricFamily] | None = None  # those that have seen them
+
+    def values_for(self, metric: MetricFamily) -> list[Measurement]:
+        """Return the values, measured now if this metric has seen the last ones; any thread."""
+        with self._lock:
+            if self._told is None or metric in self._told:
+                self._values, self._told = list(self._metered.measure()), set()
+            self._told.add(metric)
+            return self._values
+
+
 def _reader(
-    metered: MeteredStrategies, metric: MetricFamily
+    shared: _Shared, metric: MetricFamily
 ) -> Callable[[CallbackOptions], Iterator[Observation]]:
     def read(_options: CallbackOptions) -> Iterator[Observation]:
         from opentelemetry.metrics import Observation
 
-        for found, labels, value, _ in metered.measure():
+        for found, labels, value, _ in shared.values_for(metric):
             if found is metric:
                 yield Observation(value, dict(zip(metric.labels, labels, strict=True)))
 

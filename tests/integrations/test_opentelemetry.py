@@ -246,6 +246,46 @@ async def test_metrics_of_two_strategies_are_read(
     assert pair.observers.run_ended is None
 
 
+async def test_a_collection_measures_once(
+    pair: ar.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = InMemoryMetricReader()
+    provider = MeterProvider([reader])
+    measure, calls = type(pair).statistics, list[object]()
+
+    def counted(strategy: Any) -> Any:
+        calls.append(strategy)
+        return measure(strategy)
+
+    monkeypatch.setattr(type(pair), "statistics", counted)
+
+    async def step() -> None:
+        pass
+
+    def num_steps() -> Any:
+        data = reader.get_metrics_data()
+        assert data is not None
+        [metric] = [
+            metric
+            for resource in data.resource_metrics
+            for scope in resource.scope_metrics
+            for metric in scope.metrics
+            if metric.name == "aioreplica.steps"
+        ]
+        [point] = metric.data.data_points
+        return point.value
+
+    with export_metrics(pair, meter_provider=provider):
+        found = []
+        for _ in range(3):  # one right behind the other, and none sees the values of the last
+            await pair.run(step)
+            found.append(num_steps())
+    provider.shutdown()
+
+    assert found == [1, 2, 3]
+    assert calls == [pair] * 3
+
+
 async def test_saves_are_a_histogram(tmp_path: Path) -> None:
     reader = InMemoryMetricReader()
     provider = MeterProvider([reader])
