@@ -65,6 +65,8 @@ def test_what_is_looked_for_besides_has_a_row(name: str) -> None:
         "It cannot be made: it is the replica of a run",
         "an optimizer made in each replica",
         "a communicator that was given is none",
+        "| `Adam`, `AdamW`: default of `epsilon` | 1e-7 | 1e-8 |",
+        "| `SGD` with momentum | the rate goes into the velocity |",
     ],
 )
 def test_reasons_are_told(text: str) -> None:
