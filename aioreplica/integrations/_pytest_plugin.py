@@ -8,12 +8,14 @@ whole suite explored by `--ar-explore` a table tells it.
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import unittest
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial, wraps
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -46,6 +48,8 @@ RUNNING: Final = frozenset({
     "asyncio", "run", "get_event_loop", "new_event_loop", "run_until_complete", "close",
 })  # fmt: skip
 """Names that a decorator uses which only runs a test in a new event loop."""
+LONGEST_NAME: Final = 150
+"""Most characters of a test's id in the name of its page; file systems take 255."""
 SHOWN: Final = 3
 """How many tests are named with a reason that many share."""
 
@@ -300,8 +304,18 @@ def _note(report: Report, item: pytest.Function) -> None:
 def _save_timeline(report: Report, item: pytest.Function) -> None:
     folder = item.config.getoption("--ar-timeline")
     if folder is not None and report.failure is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        report.failure.save_html(folder / f"{item.name}.html")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            report.failure.save_html(folder / _page_name(item.nodeid))
+        except OSError as error:  # what failed is the test
+            report.failure.error.add_note(f"Its timeline could not be written: {error}.")
+
+
+def _page_name(nodeid: str) -> str:
+    """Return a file name for a test, which no other test has, of parameters of any form."""
+    digest = blake2b(nodeid.encode(errors="replace"), digest_size=4).hexdigest()
+    readable = re.sub(r"[^\w.-]+", "_", nodeid, flags=re.ASCII).strip("_")
+    return f"{readable[-LONGEST_NAME:]}-{digest}.html"
 
 
 def check_pattern(config: pytest.Config) -> None:

@@ -237,10 +237,49 @@ def test_a_marked_test_is_explored_and_replayed(tmp_path: Path) -> None:
     assert "1 failed, 3 passed" in output
     [token] = set(re.findall(r"--ar-replay (ar1-\S+)", output))
     assert "is held at" in output
-    assert (tmp_path / "pages" / "test_lost_update.html").exists()
+    assert len([*(tmp_path / "pages").glob("test_it.py_test_lost_update-*.html")]) == 1
 
     replayed = run_pytest(tmp_path, f"--ar-replay={token}")
     assert "1 failed, 2 passed, 1 skipped" in replayed
+
+
+PAGES = """
+import asyncio
+import pytest
+
+@pytest.mark.explore(schedules=5)
+@pytest.mark.parametrize("path", ["a/b", "a_b", "x" * 250])
+async def test_fails(path):
+    await asyncio.sleep(0)
+    raise ValueError("an update is lost")
+
+class TestOther:
+    @pytest.mark.explore(schedules=5)
+    @pytest.mark.parametrize("path", ["a/b"])
+    async def test_fails(self, path):
+        raise ValueError("an update is lost")
+"""
+
+
+@pytest.mark.slow
+def test_each_failing_test_has_a_page_whatever_its_id(tmp_path: Path) -> None:
+    (tmp_path / "test_pages.py").write_text(PAGES, encoding="utf-8")
+    output = run_pytest(tmp_path, f"--ar-timeline={tmp_path / 'pages'}", "-k", "test_fails")
+
+    assert output.count("E       ValueError: an update is lost") == 4
+    assert len([*(tmp_path / "pages").glob("*.html")]) == 4
+
+
+@pytest.mark.slow
+def test_a_page_that_cannot_be_written_does_not_hide_the_failure(tmp_path: Path) -> None:
+    (tmp_path / "test_pages.py").write_text(PAGES, encoding="utf-8")
+    taken = tmp_path / "pages"
+    taken.write_text("")
+    output = run_pytest(tmp_path, f"--ar-timeline={taken}", "-k", "test_fails and a_b")
+
+    assert "ValueError: an update is lost" in output
+    assert "Its timeline could not be written" in output
+    assert "--ar-replay ar1-" in output
 
 
 @pytest.mark.xslow
