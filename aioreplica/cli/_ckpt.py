@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -42,6 +42,9 @@ Age = Annotated[str, typer.Option(metavar="AGE", help="Such as 90s, 10m, 2h or 3
 Steps = Annotated[list[int], typer.Argument(min=0, help="Their numbers.")]
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 LEFT = "no manifest: its save was ended, or is going on"
+GONE = "removed meanwhile"
+"""State of a step that went between the listing and the look: a manager is saving."""
+SOUND = {"whole", "latest", GONE}
 OneStep = Annotated[int | None, typer.Argument(min=0, help="Its number.")]
 
 
@@ -65,6 +68,9 @@ def list_steps(directory: Folder) -> None:
             damage, size = found.damage, _size(found.num_bytes)
             num_entries = str(len(found.entries))
         except CheckpointError as error:
+            if _is_gone(manager, step):
+                rows.append((str(step), "", "", GONE))
+                continue
             damage, size, num_entries = str(error), "", ""
         is_damaged = is_damaged or bool(damage)
         state = damage or ("latest" if step == latest else "whole")
@@ -78,18 +84,27 @@ def list_steps(directory: Folder) -> None:
 def verify_steps(directory: Folder, step: OneStep = None) -> None:
     """Read every byte of one step, or of all, and compare all checksums."""
     manager, steps = _opened(directory, step)
-    problems = [(each, anyio.run(_problem_of, manager, each)) for each in steps]
-    _print_states(("step", "state"), [(str(each), found or "whole") for each, found in problems])
-    if any(found for _, found in problems):
+    is_wanted = step is not None  # then it has to be there
+    states = [(each, anyio.run(_state_of, manager, each, is_wanted)) for each in steps]
+    _print_states(("step", "state"), [(str(each), state) for each, state in states])
+    if any(state not in SOUND for _, state in states):
         raise typer.Exit(1)
 
 
-async def _problem_of(manager: CheckpointManager, step: int) -> str:
+async def _state_of(manager: CheckpointManager, step: int, is_wanted: bool) -> str:
     try:
         await manager.verify(step)
     except CheckpointError as error:
-        return str(error)
-    return ""
+        return GONE if not is_wanted and _is_gone(manager, step) else str(error)
+    return "whole"
+
+
+def _is_gone(manager: CheckpointManager, step: int) -> bool:
+    """Tell whether a step that was listed is there no more: a save keeps the newest ones only."""
+    try:
+        return step not in manager.steps()
+    except OSError:
+        return False
 
 
 def show_step(directory: Folder, step: OneStep = None) -> None:
@@ -114,10 +129,14 @@ def remove_steps(directory: Folder, steps: Steps) -> None:
         if step not in known:
             listed = ", ".join(map(str, known))
             raise failed(f"There is no step {step} in {directory}: it has {listed}.")
-    with _locked(directory) as (storage, _):
-        for step in dict.fromkeys(steps):
-            remove_step(storage, step)
-            print_rows(("step", "state"), [(str(step), "removed")])
+    removed = []
+    try:
+        with _locked(directory) as (storage, _):
+            for step in dict.fromkeys(steps):
+                remove_step(storage, step)
+                removed.append((str(step), "removed"))
+    finally:  # outside: an output that cannot be written is no error of the folder
+        print_rows(("step", "state"), removed)
 
 
 def collect(directory: Folder, older_than: Age = "0s") -> None:
@@ -126,27 +145,31 @@ def collect(directory: Folder, older_than: Age = "0s") -> None:
     if match is None:
         raise failed(f"An age is a number and s, m, h or d, got {older_than!r}.", 2)
     limit_s = int(match[1]) * SECONDS[match[2]]
-    problems = []
-    with _locked(directory) as (storage, is_exclusive):
-        if not is_exclusive and not limit_s:
-            raise failed(
-                f"{directory} cannot be locked here: a folder may be that of a save under way. "
-                "Give --older-than."
-            )
-        for folder in find_leftovers(storage):
-            if time.time() - _changed_at(directory / folder) < limit_s:
-                continue
-            size = _size(_bytes_in(directory / folder))
-            try:
-                remove_leftover(storage, folder)
-            except OSError as error:
-                problems.append(f"{folder} cannot be removed: {error}")
-            else:
-                print_rows(("folder", "size", "state"), [(folder, size, "removed")])
-        for name in read_listing(storage).stale_claims():
-            if time.time() - (directory / name).lstat().st_mtime >= limit_s:
-                storage.remove(name)
-                print_rows(("claim", "size", "state"), [(name, "", "removed")])
+    problems, removed, claims = [], [], []
+    try:
+        with _locked(directory) as (storage, is_exclusive):
+            if not is_exclusive and not limit_s:
+                raise failed(
+                    f"{directory} cannot be locked here: a folder may be that of a save under way. "
+                    "Give --older-than."
+                )
+            for folder in find_leftovers(storage):
+                if time.time() - _changed_at(directory / folder) < limit_s:
+                    continue
+                size = _size(_bytes_in(directory / folder))
+                try:
+                    remove_leftover(storage, folder)
+                except OSError as error:
+                    problems.append(f"{folder} cannot be removed: {error}")
+                else:
+                    removed.append((folder, size, "removed"))
+            for name in read_listing(storage).stale_claims():
+                if time.time() - (directory / name).lstat().st_mtime >= limit_s:
+                    storage.remove(name)
+                    claims.append((name, "", "removed"))
+    finally:
+        print_rows(("folder", "size", "state"), removed)
+        print_rows(("claim", "size", "state"), claims)
     if problems:
         raise failed(" ".join(problems))
 
@@ -171,13 +194,11 @@ def _locked(directory: Path) -> Iterator[tuple[LocalStorage, bool]]:
 
 def _leftovers(directory: Path) -> list[tuple[str, ...]]:
     try:
-        folders = find_leftovers(LocalStorage(directory))
+        found = find_leftovers(LocalStorage(directory))
+        sizes = [(name, _bytes_in(directory / name)) for name in found]
     except OSError as error:
         raise failed(f"{directory} cannot be read: {error}") from None
-    return [
-        (str(int(name.rpartition("-")[2])), "", _size(_bytes_in(directory / name)), LEFT)
-        for name in folders
-    ]
+    return [(str(int(name.rpartition("-")[2])), "", _size(size), LEFT) for name, size in sizes]
 
 
 def _changed_at(folder: Path) -> float:
@@ -185,7 +206,13 @@ def _changed_at(folder: Path) -> float:
 
 
 def _bytes_in(folder: Path) -> int:
-    return sum(path.lstat().st_size for path in folder.iterdir())
+    """Return the length of all files of a folder; what goes meanwhile, as one saves, is 0 long."""
+    total = 0
+    with suppress(FileNotFoundError):  # the folder
+        for path in folder.iterdir():
+            with suppress(FileNotFoundError):
+                total += path.lstat().st_size
+    return total
 
 
 def _row_of(entry: EntryDescription) -> tuple[str, ...]:
@@ -232,5 +259,5 @@ def _size(num_bytes: int) -> str:
 
 
 def _print_states(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    red = [i for i, row in enumerate(rows) if row[-1].partition(",")[0] not in {"whole", "latest"}]
+    red = [i for i, row in enumerate(rows) if row[-1].partition(",")[0] not in SOUND]
     print_rows(head, rows, red=red)

@@ -285,6 +285,65 @@ def test_nothing_is_removed_while_a_manager_saves(
     assert ar.CheckpointManager(folder).steps() == (5, 10, 15)
 
 
+# ---- beside a program that saves -----------------------------------------------------------
+
+
+def test_a_step_that_a_save_removes_meanwhile_is_no_damage(
+    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = ar.CheckpointManager.steps
+
+    def with_one_that_goes(manager: ar.CheckpointManager) -> tuple[int, ...]:
+        monkeypatch.setattr(ar.CheckpointManager, "steps", listed)
+        return (1, *listed(manager))
+
+    monkeypatch.setattr(ar.CheckpointManager, "steps", with_one_that_goes)
+    code, out, _ = run("verify", folder)
+    assert (code, out.splitlines()) == (
+        0, ["1\tremoved meanwhile", "5\twhole", "10\twhole", "15\twhole"]
+    )  # fmt: skip
+
+    monkeypatch.setattr(ar.CheckpointManager, "steps", with_one_that_goes)
+    code, out, _ = run("ls", folder)
+    assert (code, out.splitlines()[0]) == (0, "1\t\t\tremoved meanwhile")
+
+    monkeypatch.setattr(ar.CheckpointManager, "steps", with_one_that_goes)
+    assert run("verify", folder, "1")[0] == 1  # this one was asked for
+
+
+def test_a_file_of_a_save_that_is_renamed_meanwhile_counts_nothing(
+    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_behind(folder, 20)
+    lstat = Path.lstat
+
+    def renamed(path: Path) -> os.stat_result:
+        if path.name == "manifest.json.tmp":
+            path.rename(path.with_name("other"))
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", renamed)
+    code, out, err = run("ls", folder)
+
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1].split("\t")[:3] == ["20", "", "5"]
+
+
+@pytest.mark.xslow
+@pytest.mark.parametrize("option", ["-u", "-B"])
+def test_steps_are_removed_though_nobody_reads_that(folder: Path, option: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, option, "-m", "aioreplica", "ckpt", "rm", str(folder), "5", "10", "15"],
+        stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    os.close(writing)
+
+    assert (done.returncode, done.stderr) == (141, "")
+    assert ar.CheckpointManager(folder).steps() == ()
+
+
 @pytest.mark.xslow
 def test_it_is_a_command(folder: Path) -> None:
     command = [sys.executable, "-m", "aioreplica", "ckpt", "verify", str(folder)]
