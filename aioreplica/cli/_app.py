@@ -45,11 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             a pipe that is no longer read.
         BrokenPipeError: If a command, or a program that it runs, met one on something else.
     """
+    if sys.stdout is None:  # it was closed before the program began
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
         try:
             _run(sys.argv[1:] if arguments is None else list(arguments))
         finally:
-            sys.stdout.flush()  # the interpreter, at its end, could only complain
+            _flush()  # the interpreter, at its end, could only complain
     except KeyboardInterrupt:  # while something is imported; later typer sees to it
         raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError as error:
@@ -58,6 +60,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(end.__context__, BrokenPipeError):  # typer would end with 1, whosever it is
             raise _end_of(end.__context__) from None
         raise
+
+
+def _flush() -> None:
+    """Write what is left in the buffer.
+
+    Raises:
+        BrokenPipeError: If nobody reads it.
+        SystemExit: If it cannot be written for another reason; with 1.
+    """
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left
+        raise SystemExit(f"The output cannot be written: {error}.") from None
 
 
 def _end_of(error: BrokenPipeError) -> BaseException:

@@ -86,7 +86,7 @@ def top(
     """
     path = _find(process)
     console = Console()
-    once = once or not console.is_terminal
+    once = once or not sys.stdout.isatty()  # rich takes FORCE_COLOR for a terminal
     before = _read(path)
     time.sleep(min(interval, 0.25) if once else 0.0)
     if once:

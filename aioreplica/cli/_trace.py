@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from statistics import mean, median
@@ -26,6 +26,8 @@ COLOURS = {
 }
 OTHER_COLOUR = "#8c6bb1"
 MAX_NAMES = 12
+MAX_INCHES = 200.0
+"""Largest height of a picture: one may have 2**16 pixels, of which there are 120 to an inch."""
 UNREADABLE = (
     ArithmeticError,  # a time that is not a number
     AttributeError,
@@ -144,10 +146,19 @@ def _by_name(timeline: Timeline) -> Iterator[tuple[str, ...]]:
 
 def _by_track(timeline: Timeline) -> Iterator[tuple[str, ...]]:
     begin, end = _extent(timeline)
+    of_track = _slices_of_tracks(timeline)
     for track in timeline.tracks:
-        slices = [each for each in timeline.slices if each.track == track]
+        slices = of_track[track]
         share = _covered(slices) / max(1, end - begin)
         yield track, str(len(slices)), f"{share:.0%}"
+
+
+def _slices_of_tracks(timeline: Timeline) -> Mapping[str, Sequence[Slice]]:
+    """Return the slices of each track, in order."""
+    found: dict[str, list[Slice]] = {track: [] for track in timeline.tracks}
+    for each in timeline.slices:
+        found[each.track].append(each)
+    return found
 
 
 def _covered(slices: Sequence[Slice]) -> int:
@@ -191,12 +202,13 @@ def _draw(timeline: Timeline, path: Path, name: str) -> None:
         raise failed(text + "pip install 'aioreplica[examples]'") from None
     begin, end = _extent(timeline)
     tracks = sorted(timeline.tracks, key=lambda track: track != STEPS)
-    figure = Figure(figsize=(12, 1.4 + 0.42 * len(tracks)), layout="constrained")
+    height = min(1.4 + 0.42 * len(tracks), MAX_INCHES)
+    figure = Figure(figsize=(12, height), layout="constrained")
     axes = figure.subplots()
     seen: dict[str, str] = {}
+    of_track = _slices_of_tracks(timeline)
     for row, track in enumerate(tracks):
-        slices = [each for each in timeline.slices if each.track == track]
-        for depth, category, bars in _bars(slices, begin):
+        for depth, category, bars in _bars(of_track[track], begin):
             seen[category] = colour = COLOURS.get(category, OTHER_COLOUR)
             height = 0.8 * 0.75**depth
             axes.broken_barh(bars, (row - height / 2, height), facecolors=colour, linewidth=0)

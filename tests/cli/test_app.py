@@ -217,6 +217,32 @@ def test_output_that_nobody_reads_ends_it_as_other_programs(
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.xslow
+@pytest.mark.parametrize("arguments", [["devices"], ["doctor"], ["--version"]])
+def test_a_closed_output_is_as_good_as_one_that_nobody_reads(arguments: list[str]) -> None:
+    command = f"{sys.executable} -m aioreplica {' '.join(arguments)} >&-"
+    done = subprocess.run(
+        ["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.xslow
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is none")
+def test_an_output_that_is_full_is_said() -> None:
+    buffered = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "aioreplica", "devices"],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False, env=buffered,
+        )  # fmt: skip
+
+    assert done.returncode == 1
+    assert done.stderr.startswith("The output cannot be written: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize("has_extra", [True, False])
 def test_a_broken_pipe_of_a_command_is_told(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], has_extra: bool

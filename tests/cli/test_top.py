@@ -56,7 +56,10 @@ def process(runtime: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.xslow
 def test_the_only_process_is_found_or_named(
-    process: subprocess.Popen[str], capsys: pytest.CaptureFixture[str], runtime: Path
+    process: subprocess.Popen[str],
+    capsys: pytest.CaptureFixture[str],
+    runtime: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for named in ([], [str(process.pid)], [str(runtime / f"{process.pid}.sock")]):
         with pytest.raises(SystemExit) as end:
@@ -68,9 +71,12 @@ def test_the_only_process_is_found_or_named(
         assert "MirroredStrategy  open  step 1" in text
         assert "cpu:1" in text
 
-    with pytest.raises(SystemExit) as end:
-        main(["top"])  # into a pipe it does not go on either
-    assert (end.value.code, "step 1" in capsys.readouterr().out) == (0, True)
+    for coloured in ("", "1"):  # colours do not make a terminal of it
+        monkeypatch.setenv("FORCE_COLOR", coloured)
+        with pytest.raises(SystemExit) as end:
+            main(["top"])  # into a pipe it does not go on either
+        text = capsys.readouterr().out
+        assert (end.value.code, "cpu:1" in text, "\x1b[?1049h" in text) == (0, True, False)
 
 
 def test_no_process_says_how_to_opt_in(runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,13 +4,15 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import aioreplica as ar
 from aioreplica.cli import main
-from aioreplica.cli._trace import read_trace
+from aioreplica.cli._trace import _draw, read_trace
+from aioreplica.telemetry._trace import Slice, Timeline
 from tests.telemetry.timelines import read_chrome
 
 pytest.importorskip("typer")
@@ -94,6 +96,22 @@ def test_the_picture_is_a_png_with_a_row_per_track(folder: Path, run: Run, tmp_p
     assert green.any()  # ops
     code, _, err = run(folder / "run.json", "--png", tmp_path / "nowhere" / "run.png")
     assert (code, "cannot be written" in err) == (1, True)
+
+
+def test_a_picture_of_very_many_tracks_is_no_larger_than_one_may_be() -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    tracks = [f"cpu:{i}" for i in range(1500)]
+    slices = [Slice(track, "f", "op", i, i + 1) for i, track in enumerate(tracks)]
+    heights = list[float]()
+
+    class Figure(figure.Figure):  # type: ignore[misc]  # matplotlib may be missing
+        def savefig(self, *_: object, **options: float) -> None:
+            heights.append(self.get_figheight() * options["dpi"])
+
+    with mock.patch.object(figure, "Figure", Figure):
+        _draw(Timeline("worker", 1, tracks, slices, [], []), Path("run.png"), "run.json")
+
+    assert heights[0] < 2**16
 
 
 def test_a_damaged_trace_is_refused_at_every_length(folder: Path, tmp_path: Path) -> None:
