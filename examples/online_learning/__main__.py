@@ -9,6 +9,7 @@ same folder has learned every example that was acknowledged, once.
 import argparse
 import asyncio
 import faulthandler
+import math
 import os
 import signal
 import socket
@@ -155,6 +156,18 @@ def replaying(options: argparse.Namespace, port: int) -> Iterator[None]:
             process.terminate()
 
 
+def port(text: str) -> int:
+    if not 0 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 65535, got {text}")
+    return int(text)
+
+
+def rate(text: str) -> float:
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return float(text)
+
+
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m examples.online_learning", description="Predict and learn over HTTP."
@@ -162,10 +175,10 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=Path("online_data"), help="what it knows")
     parser.add_argument("--host", default="127.0.0.1", help="needs ONLINE_LEARNING_TOKEN, if other")
     parser.add_argument("--no-token", action="store_true", help="let everybody in who gets there")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    parser.add_argument("--port", type=port, default=8000, help="0 takes a free one")
     parser.add_argument("--name", action="append", default=[], help="of this host, for clients")
     parser.add_argument("--no-replay", action="store_true", help="only serve")
-    parser.add_argument("--rate", type=float, default=50.0, help="examples replayed per second")
+    parser.add_argument("--rate", type=rate, default=50.0, help="examples replayed per second")
     parser.add_argument(
         "--background",
         action=argparse.BooleanOptionalAction,

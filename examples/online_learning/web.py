@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
@@ -48,7 +48,8 @@ def make_app(service: OnlineService, learner: OnlineLearner, progress: Progress)
             Route("/history", history),
             Route("/replay", replay, methods=["POST"]),
             Route("/openapi.json", openapi),
-        ]
+        ],
+        exception_handlers={ClientDisconnect: gone},
     )
     own.state.progress, own.state.described = progress, app
     own.state.operates = any(route.path == "/rollback" for route in service.routes)
@@ -71,6 +72,10 @@ async def show_file(request: Request) -> Response:
     return FileResponse(Path(__file__).with_name(name), headers=headers)
 
 
+async def gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=499)  # in the middle of what it sent: nobody is there to read this
+
+
 async def history(request: Request) -> Response:
     """Return the features, the points of all curves so far, and whether there are operations."""
     found = request.app.state
@@ -85,7 +90,8 @@ async def openapi(request: Request) -> Response:
 
 async def replay(request: Request) -> Response:
     """Keep what the replaying client says of itself and of river's model."""
-    if request.headers.get("content-type") != "application/json":
+    kind = request.headers.get("content-type", "").partition(";")[0]  # without a charset
+    if kind.strip().lower() != "application/json":
         return JSONResponse({"error": "Send JSON."}, 415)
     body = bytearray()
     async for chunk in request.stream():
@@ -98,7 +104,7 @@ async def replay(request: Request) -> Response:
         report: dict[str, Any] = {name: round(float(found[name]), 5) for name in names}
         report |= {name: int(found[name]) for name in ("seen", "began_at_version")}
         json.dumps(report, allow_nan=False)
-    except (ValueError, TypeError, KeyError, OverflowError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return JSONResponse({"error": "That is no report."}, 422)
     request.app.state.progress.replay = report
     return JSONResponse({})

@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -58,6 +58,7 @@ def make_app(jobs: Jobs, *, hosts: list[str]) -> Starlette:
             HTTPException: problem,
             RejectedError: rejected,
             RefusedError: refused,
+            ClientDisconnect: gone,
             OSError: unreadable,
         },
     )
@@ -85,6 +86,10 @@ async def refused(_request: Request, error: Exception) -> Response:
 
 async def unreadable(_request: Request, error: Exception) -> Response:
     return JSONResponse({"error": f"It cannot be read now: {error}"}, 503, {"retry-after": "30"})
+
+
+async def gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=499)  # in the middle of what it sent: nobody is there to read this
 
 
 async def page(_request: Request) -> Response:

@@ -18,6 +18,7 @@ from examples.training_service.sharing import DeviceSharing
 from examples.training_service.store import Store
 from examples.training_service.web import make_app
 from tests.examples.test_training_service_jobs import BODY, Service, ended, service, until
+from tests.integrations.asking import ask
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio]
 
@@ -34,6 +35,13 @@ async def cancelled(given: Service, job: Job) -> Job:
     await until(job, lambda: job.step > 4)
     assert await given.jobs.cancel(job)
     return job
+
+
+async def test_a_client_that_goes_while_it_sends_is_no_error(tmp_path: Path) -> None:
+    async with service(tmp_path) as one:
+        app = make_app(one.jobs, hosts=["service"])
+        answer = await ask(app, "POST", "/jobs", b"{", goes=True, host="service")
+        assert (answer.status, one.jobs.all()) == (499, [])
 
 
 async def test_a_job_that_is_cancelled_before_it_goes_on_keeps_its_curve(tmp_path: Path) -> None:

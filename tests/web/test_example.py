@@ -14,12 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 
 from aioreplica.checkpoint import EXIT_CODE
+from aioreplica.integrations.asgi import OnlineService
+from examples.online_learning import web
 from examples.online_learning.__main__ import parse_options
 from examples.online_learning.predicting import make_app
+from examples.online_learning.progress import Progress
+from tests.integrations.asking import ask as asked_here
+from tests.online.program import Counting
 
 ROOT = Path(__file__).resolve().parents[2]
 INPUTS = [[0, 0, 0.5, 0.5, 1, 0.5, 0, 1, 0], [1, 0, 0, 0, 0, 0.5, 1, 1, 1]]
@@ -186,3 +192,33 @@ def test_workers_behind_a_proxy_know_its_name(
 async def asked(transport: httpx.ASGITransport, name: str) -> httpx.Response:
     async with httpx.AsyncClient(transport=transport, base_url=f"http://{name}") as client:
         return await client.get("/snapshot")
+
+
+@pytest.mark.parametrize("option", ["--port=70000", "--port=-1", "--rate=0", "--rate=nan"])
+def test_numbers_that_cannot_be_are_refused(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_options([option])
+    assert (end.value.code, "must be " in capsys.readouterr().err) == (2, True)
+
+
+def test_reports_that_are_none_are_refused_and_those_who_go_are_no_errors(tmp_path: Path) -> None:
+    program = Counting(tmp_path)
+    service = OnlineService(program.learner, lambda _, x: x, input_like=np.zeros(1))
+    app = web.make_app(service, program.learner, Progress())
+    report = json.dumps(
+        {"accuracy": 1, "accuracy_river": 1, "river": 1, "seen": 1, "began_at_version": 1}
+    ).encode()
+
+    async def statuses() -> list[int]:
+        with_charset = "application/json; charset=utf-8"
+        found = [
+            await asked_here(app, "POST", "/replay", report, content_type=with_charset),
+            await asked_here(app, "POST", "/replay", b"[" * 4000),
+            await asked_here(app, "POST", "/replay", report, content_type="text/plain"),
+            await asked_here(app, "POST", "/replay", b"{", goes=True),
+        ]
+        return [each.status for each in found]
+
+    assert asyncio.run(statuses()) == [200, 422, 415, 499]
