@@ -17,7 +17,7 @@ from ..typing import ReduceOp
 from ..values import IndexedSlices
 from ._kind import require_sum
 
-Key = tuple[int, int]  # replica id and index of the leaf
+Key = tuple[int, object]  # replica id and index of the leaf, or what names it
 
 
 class Compression(ABC):
@@ -168,6 +168,7 @@ class Compressed:
         op: The operator.
         rows: The leaves of each replica.
         members: The replicas' ids.
+        names: Of the leaves, for what is remembered of each; None for their indices.
     """
 
     def __init__(
@@ -176,11 +177,13 @@ class Compressed:
         op: ReduceOp,
         rows: Sequence[Sequence[Any]],
         members: Sequence[int],
+        names: Sequence[object] | None = None,
     ) -> None:
         self._compression = compression
         self._op = op
         self._rows = rows
         self._members = members
+        self._names = names or range(len(rows[0]))
         self._coded = [_is_coded(leaf) for leaf in rows[0]]
         self._lost: dict[Key, Array] = {}
         self._taken = self._take() if compression.error_feedback else {}
@@ -217,8 +220,8 @@ class Compressed:
         taken: dict[Key, Array] = {}
         try:
             for replica_id, row in zip(self._members, self._rows, strict=True):
-                for index, (leaf, is_coded) in enumerate(zip(row, self._coded, strict=True)):
-                    key = (replica_id, index)
+                for name, leaf, is_coded in zip(self._names, row, self._coded, strict=True):
+                    key = (replica_id, name)
                     lost = self._compression.take_lost(key, leaf.shape) if is_coded else None
                     if lost is not None:
                         taken[key] = lost
@@ -229,8 +232,8 @@ class Compressed:
 
     def _encode_row(self, replica_id: int, row: Sequence[Any]) -> list[object]:
         return [
-            self._encoded(leaf, (replica_id, index)) if is_coded else leaf
-            for index, (leaf, is_coded) in enumerate(zip(row, self._coded, strict=True))
+            self._encoded(leaf, (replica_id, name)) if is_coded else leaf
+            for name, leaf, is_coded in zip(self._names, row, self._coded, strict=True)
         ]
 
     def _encoded(self, leaf: Array, key: Key) -> object:

@@ -46,7 +46,7 @@ class CommunicationOptions:
         implementation: What carries values between workers: "mpi", "torch" (torch.distributed), or
             "auto", by what has launched the program. One worker needs none.
         compression: What is done to floating-point arrays on their way into a reduction; None
-            reduces them as they are. One with error feedback is for one call, not for a strategy.
+            reduces them as they are.
 
     Raises:
         ValueError: If a field is out of range.
@@ -203,6 +203,7 @@ class Reducer:
         options: CommunicationOptions | None = None,
         members: Sequence[int] | None = None,
         signature: Signature = None,
+        names: Sequence[object] | None = None,
     ) -> list[object]:
         """Combine rows of leaves in the calling thread, whatever their size.
 
@@ -215,6 +216,7 @@ class Reducer:
             options: As for `reduce`.
             members: As for `reduce`.
             signature: As for `reduce`.
+            names: Of the leaves, for compression that remembers; None counts from 0.
         """
         chosen = options or self.options
         first = rows[0]
@@ -226,7 +228,7 @@ class Reducer:
             self._pool.next_call()
             layout = self._layout(first, signature, chosen.bytes_per_pack)
             return ReductionPlan(op, rows, layout, self._pool).run()
-        code = Compressed(chosen.compression, op, rows, members or range(len(rows)))
+        code = Compressed(chosen.compression, op, rows, members or range(len(rows)), names)
         try:
             coded = code.encode()
             plan = ReductionPlan(op, coded, Layout(coded[0], chosen.bytes_per_pack), self._pool)

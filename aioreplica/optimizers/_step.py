@@ -476,11 +476,12 @@ def scale_after(
 
 
 def _sum_in_code(gradients: Sequence[MergedGradient], reducer: Reducer) -> None:
-    """Sum with the compression of the strategy."""
+    """Sum with the compression of the strategy, which remembers what each replica lost of each."""
     members = sorted({member for gradient in gradients for member in gradient.members})
     rows = [[_part_of(gradient, member) for gradient in gradients] for member in members]
+    names = [gradient.variable.name for gradient in gradients]
     with np.errstate(all="ignore"):
-        sums = reducer.reduce_here(ReduceOp.SUM, rows, members=members)
+        sums = reducer.reduce_here(ReduceOp.SUM, rows, members=members, names=names)
     for gradient, whole in zip(gradients, sums, strict=True):
         gradient.set_sum(whole)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, final
 
-from ..collectives import CommunicationOptions, require_options
+from ..collectives import CommunicationOptions
 from ..devices import Device, list_devices, require_device
 from ..typing import VariableSynchronization
 from ..values import (
@@ -33,8 +33,7 @@ class MirroredStrategy(Strategy):
 
     Raises:
         DeviceError: If a device does not exist.
-        ValueError: If there is no device, one is named twice, or `options` hold a compression with
-            error feedback, which is for one call.
+        ValueError: If there is no device, or one is named twice.
         TypeError: If `options` is neither None nor a CommunicationOptions.
 
     Example:
@@ -59,15 +58,6 @@ class MirroredStrategy(Strategy):
         *,
         options: CommunicationOptions | None = None,
     ) -> None:
-        require_options(options, "MirroredStrategy")
-        compression = None if options is None else options.compression
-        if compression is not None and compression.error_feedback:
-            raise ValueError(
-                f"MirroredStrategy got options with {compression!r}. What it remembers of one "
-                "reduction would be added to the values of another. Pass the options to the one "
-                "call, such as ctx.all_reduce(op, value, options), or make it with "
-                "error_feedback=False."
-            )
         super().__init__(chosen_devices("MirroredStrategy", devices), new_mirrored, options)
 
     def __deepcopy__(self, memo: dict[int, object]) -> MirroredStrategy:

@@ -88,12 +88,14 @@ async def test_extended_reduces_the_groups_values_and_updates_whole_variables(
 
 @pytest.mark.asyncio
 async def test_members_name_their_residuals_when_compressed() -> None:
-    options = ar.CommunicationOptions(compression=ar.collectives.TopK(0.5))
-    strategy = ar.MirroredStrategy(["cpu:0", "cpu:1"])
+    kept = ar.collectives.TopK(0.5)
+    strategy = ar.MirroredStrategy(
+        ["cpu:0", "cpu:1"], options=ar.CommunicationOptions(compression=kept)
+    )
 
     async def reduce_one(member: int) -> Any:
-        return await strategy._runtime.view_of([member]).extended.reduce_to(
-            "sum", ar.PerReplica([np.array([3.0, 2.0])]), "cpu:0", options
+        return await strategy._runtime.view_of([member]).reduce(
+            "sum", ar.PerReplica([np.array([3.0, 2.0])])
         )
 
     assert (await reduce_one(1)).tolist() == [3.0, 0.0]
