@@ -138,13 +138,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             console.print("Interrupted: training stopped cleanly, nothing was saved.")
             return 130
-    console.print(f"parameters: {result.fingerprint}\ntest accuracy: {result.test_accuracy:.1%}")
-    try:  # last: what was trained is told, whatever becomes of the picture
-        plot_losses(result.losses, output)
-    except OSError as error:
-        console.print(f"The loss curve cannot be written to {output}: {error}", markup=False)
-        return 1
-    console.print(f"loss curve: {output}")
+    plot_losses(result.losses, output)
+    console.print(f"loss curve: {output}\nparameters: {result.fingerprint}")
+    console.print(f"test accuracy: {result.test_accuracy:.1%}")
     return 0
 
 

@@ -19,8 +19,7 @@ On several hosts (the code and --checkpoints at the same path on each; the folde
         examples/train_digits_multiworker.py     # the same line on each host
 
 Every epoch ends with a checkpoint; the same command goes on from it, with any number of workers.
-Each takes its own replicas' parts of the same batches: the result depends on their number by
-rounding alone. What is shown, worker 0 shows.
+Each takes its parts of the same batches, so their number changes roundings only; worker 0 reports.
 """
 
 import argparse
@@ -84,8 +83,7 @@ async def train(
             loss, accuracy = ar.metrics.Mean("loss"), ar.metrics.Mean("accuracy")
 
         async def step(images: Any, labels: Any) -> None:
-            total = await optimizer.minimize(lambda: network.loss(images, labels))
-            loss.update_state(total)
+            loss.update_state(await optimizer.minimize(lambda: network.loss(images, labels)))
 
         def test(images: Any, labels: Any) -> None:  # runs whole on each device
             accuracy.update_state(network.scores(images).argmax(axis=1) == labels)
@@ -105,8 +103,7 @@ async def train(
             manager = None if checkpoints is None else ar.CheckpointManager(checkpoints)
             if manager is not None and manager.latest() is not None:
                 tell(f"goes on from checkpoint {await manager.restore(state)}")
-            first_epoch, num_steps, began = train_set.epoch, 0, time.perf_counter()
-            share = 0.0
+            first_epoch, num_steps, share, began = train_set.epoch, 0, 0.0, time.perf_counter()
             for epoch in range(first_epoch, epochs):
                 loss.reset_state()
                 async for batch in train_set:
@@ -122,8 +119,7 @@ async def train(
                 await manager.aclose()
         await strategy.check_in_sync(strategy.trainable_variables)
         parts = [each.name.encode() + each.value.tobytes() for each in strategy.trainable_variables]
-        digest = hashlib.sha256(b"".join(parts)).hexdigest()[:16]
-        return Result(first_epoch, share, rate, digest)
+        return Result(first_epoch, share, rate, hashlib.sha256(b"".join(parts)).hexdigest()[:16])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -139,11 +135,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ar.set_logical_devices("cpu", options.replicas)
     waits = ar.CommunicationOptions(timeout_seconds=options.timeout)
     strategy = ar.MultiWorkerMirroredStrategy(options=waits)
-    training = train(
+    result = asyncio.run(train(
         strategy, epochs=options.epochs, batch_size=options.batch_size, seed=options.seed,
         checkpoints=options.checkpoints, report=lambda line: print(line, flush=True),
-    )  # fmt: skip
-    result = asyncio.run(training)
+    ))  # fmt: skip
     if strategy.extended.should_save_summary:
         print(f"replicas: {strategy.num_replicas_in_sync}, {result.steps_per_second:.1f} steps/s")
         print(f"parameters: {result.fingerprint}\ntest accuracy: {result.test_accuracy:.1%}")

@@ -128,7 +128,7 @@ async def test_an_op_held_back_runs_on_an_idle_thread_once_the_wait_is_over() ->
 
     def first() -> bool:
         op()
-        return has_run.wait(5)
+        return has_run.wait(60)
 
     waiting = put(lane, first, run=own)
     assert op.started.wait(60)

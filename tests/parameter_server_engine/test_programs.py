@@ -165,7 +165,7 @@ def test_the_recommender(tmp_path: Path, options: tuple[str, ...]) -> None:
         out, err = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 0, err
         assert err == ""
-        assert "area under the ROC curve: 0." in out
+        assert "area under it: 0." in out
         assert figure.read_bytes().startswith(b"\x89PNG")
         assert_none_left(process.pid)
 
