@@ -1,6 +1,7 @@
 """Starting workers as their launchers do, and ending whatever a test has left of them.
 
-Run as a program, this forks the workers of Gloo: torch takes seconds to import, and does so once.
+Run as a program, this forks the workers of Gloo: torch takes seconds to import, and does so once,
+and so does most of what their programs import beside it.
 """
 
 from __future__ import annotations
@@ -176,6 +177,13 @@ SERVER = Server()
 def serve() -> None:
     """Fork the workers of each line; each of them ends as a program does, by what left it."""
     import torch.distributed  # noqa: F401 - once for all
+
+    import aioreplica as ar
+    from tests.checkpoint import simulated_files  # noqa: F401
+    from tests.cluster import communicator_contract  # noqa: F401
+
+    for name in ("cluster", "errors", "MultiWorkerMirroredStrategy", "optimizers"):
+        getattr(ar, name)  # which imports it
 
     gc.freeze()  # for the forks
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # theirs are ours behind their end
