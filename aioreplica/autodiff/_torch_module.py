@@ -76,6 +76,7 @@ class TorchModule:
         self._may_draw = may_draw(module)
         self._idle: dict[int | None, list[_Shell]] = {}
         self._modes: tuple[bool, ...] = tuple(part.training for part in module.modules())
+        self._sets_modes = any(map(_sets_modes, module.modules()))
         self._lock = threading.Lock()
 
     def __call__(self, *args: object, **kwargs: Any) -> Any:
@@ -106,19 +107,26 @@ class TorchModule:
         Raises:
             ContextError: Inside a replica: others may be calling it meanwhile.
         """
-        return self._set_modes("train()", lambda module: module.train(bool(mode)))
+        return self._set_modes("train()", bool(mode), lambda module: module.train(bool(mode)))
 
     def eval(self) -> TorchModule:
         """Set the evaluation mode of the whole module, as `train` sets the other."""
-        return self._set_modes("eval()", lambda module: module.eval())
+        return self._set_modes("eval()", False, lambda module: module.eval())
 
-    def _set_modes(self, what: str, change: Callable[[nn.Module], object]) -> TorchModule:
+    def _set_modes(
+        self, what: str, mode: bool, change: Callable[[nn.Module], object]
+    ) -> TorchModule:
         """Take over the modes that the module gives its parts: it may keep some as they are."""
         require_outside_replicas(f"{what} of a torch_module")
+        if not self._sets_modes:  # a copy, which may be large, would tell the same
+            self._modes = (mode,) * len(self._modes)
+            return self
         shell = self._pristine.copy()  # of its own: whatever else the module does is not kept
         shell.set_modes(self._modes)
+        parts = [*shell.module.modules()]
         change(shell.module)
-        self._modes = tuple(part.training for part in shell.module.modules())
+        left = set(shell.module.modules())  # it may have fused some, which are there all the same
+        self._modes = tuple((p if p in left else shell.module).training for p in parts)
         return self
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -150,7 +158,7 @@ class TorchModule:
         given = {key for key, names in shell.names.items() if any(n in state for n in names)}
         write_state({
             named[key]: array for key, array in new.items()
-            if key in given or not np.array_equal(array, before[key])
+            if key in given or array.tobytes() != before[key].tobytes()
         })  # fmt: skip
         return result
 
@@ -382,6 +390,13 @@ class _Shell:
             for part, mode in zip(self.module.modules(), modes, strict=True):
                 part.training = mode
             self._modes = modes
+
+
+def _sets_modes(part: nn.Module) -> bool:
+    """Tell whether a part of a module sets modes in its own way."""
+    kind, base = type(part), nn.Module
+    is_plain = kind.train is base.train and kind.eval is base.eval
+    return not is_plain or not part.__dict__.keys().isdisjoint(("train", "eval"))
 
 
 def _require_module(module: object) -> None:

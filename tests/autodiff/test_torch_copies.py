@@ -161,15 +161,65 @@ def test_modes_are_those_that_the_module_sets() -> None:
         np.testing.assert_array_equal(model.buffers[0].value, 0.0)
 
 
+class Table:
+    """A large attribute of a module."""
+
+    num_copies = 0
+
+    def __deepcopy__(self, memo: object) -> Any:
+        Table.num_copies += 1
+        return self
+
+
+def test_modes_are_set_without_a_copy_of_what_the_module_holds() -> None:
+    module = mlp()
+    module.table = Table()
+    model = torch_module(module)
+    before = Table.num_copies
+
+    for change in (model.eval, model.train):
+        assert change().training == (change == model.train)
+    assert Table.num_copies == before
+    model(X)
+    assert Table.num_copies == before + 1
+
+
+class Fusing(nn.Module):
+    """Has no batch norm of its own left in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
+
+    def train(self, mode: bool = True) -> Any:
+        if not mode:
+            self.layers = nn.Sequential(self.layers[0])
+        return super().train(mode)
+
+    def forward(self, x: Any) -> Any:
+        return [part.training for part in self.modules()], self.layers(x)
+
+
+def test_parts_that_a_change_of_modes_takes_out_follow_it() -> None:
+    model = torch_module(Fusing())
+
+    for change in (model.eval, model.train):
+        change()
+        assert model(X)[0] == [change == model.train] * 4
+
+
 @pytest.mark.asyncio
-async def test_loading_a_part_leaves_the_rest_of_each_replica(pair: ar.MirroredStrategy) -> None:
+@pytest.mark.parametrize("shift", [0.0, np.nan])
+async def test_loading_a_part_leaves_the_rest_of_each_replica(
+    pair: ar.MirroredStrategy, shift: float
+) -> None:
     with pair.scope():
         model = torch_module(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)), name="net")
 
     async def step(x: Any) -> None:
         await me().run_on_device(model, x)
 
-    await pair.run(step, args=(ar.PerReplica([X[:4], X[4:]]),))
+    await pair.run(step, args=(ar.PerReplica([X[:4] + shift, X[4:]]),))
     before = {v.name: v.components for v in (*model.variables, *model.buffers)}
 
     result = model.load_state_dict({"1.bias": torch.tensor([3.0, 4.0])}, strict=False)
