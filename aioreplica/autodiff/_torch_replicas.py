@@ -11,7 +11,6 @@ import copy
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import MethodType
 from typing import Any, final
 
 import numpy as np
@@ -56,7 +55,7 @@ class Averaging:
         self.is_on = True
         self._seeds_draws = seeds_draws
         self._draws: tuple[object, int, SeededDraws] | None = None  # of which run and step
-        self._call: MethodType | None = None
+        self._call: _Seeded | None = None
         self._inner: Callable[..., Any] | None = None
         self._entered: list[AbstractContextManager[object]] = []
         self._backward = -1
@@ -80,7 +79,7 @@ class Averaging:
             # Hooks would not do: torch calls none when a run is cancelled in a forward pass. This
             # is where `module.compile` puts its function, and torch leaves it out of copies.
             self._inner = self.module._compiled_call_impl
-            self._call = self.module._compiled_call_impl = MethodType(_seeded, self.module)
+            self._call = self.module._compiled_call_impl = _Seeded(self.module)
             leave = self.module.register_forward_hook(self._leave_draws, always_call=True)
             self._handles.append(leave)
         for parameter in self.module.parameters() if averages else ():
@@ -211,12 +210,24 @@ class Averaging:
             )
 
 
-def _seeded(module: nn.Module, *args: object, **kwargs: object) -> Any:
-    """Call a module that was prepared; another one, made of its attributes, as it is."""
-    averaging = Averaging.of(module)
-    if averaging is None:
-        return module._call_impl(*args, **kwargs)
-    return averaging.call(*args, **kwargs)
+@final
+class _Seeded:
+    """Calls a module that was prepared; once it no longer is, as it is.
+
+    A copy, and a pickled module, have None in its place, also those that pickle all attributes.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        averaging = Averaging.of(self._module)
+        if averaging is None:
+            return self._module._call_impl(*args, **kwargs)
+        return averaging.call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[object, tuple[()]]:
+        return type(None), ()
 
 
 def replicas_of(

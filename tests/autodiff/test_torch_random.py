@@ -1,5 +1,7 @@
 """Random layers of torch modules: numbers by replica, step and call."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -250,6 +252,29 @@ def test_a_compiled_module_stays_that_and_gets_its_function_back() -> None:
 
     assert called == [1]
     assert module._compiled_call_impl is compiled
+
+
+class KeepingAll(nn.Module):
+    """Pickles all of its attributes, which torch's own modules do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 2), nn.Dropout(0.5))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+    def forward(self, x: Any) -> Any:
+        return self.layers(x)
+
+
+def test_a_prepared_module_that_pickles_all_of_its_attributes_can_be_loaded() -> None:
+    module = KeepingAll().eval()
+    ar.prepare(module, torch.optim.SGD(module.parameters()), [X], strategy=mirrored(2))
+
+    for made in (pickle.loads(pickle.dumps(module)), copy.deepcopy(module)):
+        assert made._compiled_call_impl is None
+        assert torch.equal(made(torch.tensor(X)), module(torch.tensor(X)))
 
 
 @pytest.mark.asyncio
