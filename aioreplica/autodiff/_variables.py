@@ -243,7 +243,8 @@ def _checked_variables(variables: Iterable[Variable]) -> tuple[Variable, ...]:
             "into a list."
         )
     found = tuple(variables)
-    for variable in found:
+    # One of each type: `Variable` is an ABC, which takes long to ask, and a model has hundreds.
+    for variable in {type(each): each for each in found}.values():
         if not isinstance(variable, Variable):
             raise TypeError(
                 f"variables must hold variables, got {variable!r} ({type(variable).__name__})."
