@@ -68,10 +68,10 @@ def list_steps(directory: Folder) -> None:
             damage, size = found.damage, _size(found.num_bytes)
             num_entries = str(len(found.entries))
         except CheckpointError as error:
-            if _is_gone(manager, step):
-                rows.append((str(step), "", "", GONE))
-                continue
             damage, size, num_entries = str(error), "", ""
+        if damage and _is_gone(manager, step):
+            rows.append((str(step), "", "", GONE))
+            continue
         is_damaged = is_damaged or bool(damage)
         state = damage or ("latest" if step == latest else "whole")
         state += ", pinned" if step in pinned else ""

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import aioreplica as ar
-from aioreplica.checkpoint import LocalStorage
+from aioreplica.checkpoint import LocalStorage, _manager, remove_step
+from aioreplica.checkpoint._reading import FoundStep
 from aioreplica.cli import main
 from tests.strategies.workers import on_workers
 
@@ -309,6 +310,22 @@ def test_a_step_that_a_save_removes_meanwhile_is_no_damage(
 
     monkeypatch.setattr(ar.CheckpointManager, "steps", with_one_that_goes)
     assert run("verify", folder, "1")[0] == 1  # this one was asked for
+
+
+def test_so_is_one_whose_files_go_behind_its_manifest(
+    folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_sizes = _manager.with_sizes
+
+    def behind_the_manifest(storage: LocalStorage, found: FoundStep) -> FoundStep:
+        if found.step == 5:
+            remove_step(storage, 5)
+        return with_sizes(storage, found)
+
+    monkeypatch.setattr(_manager, "with_sizes", behind_the_manifest)
+    code, out, _ = run("ls", folder)
+
+    assert (code, out.splitlines()[0]) == (0, "5\t\t\tremoved meanwhile")
 
 
 def test_a_file_of_a_save_that_is_renamed_meanwhile_counts_nothing(
