@@ -41,13 +41,28 @@ async def test_arrays_that_torch_has_no_dtype_for_are_split(
 
 
 @pytest.mark.asyncio
-@by_kind
-async def test_workers_compare_them(array: Any) -> None:
+@pytest.mark.parametrize("kind", [name for name in ARRAYS if name != "objects"])
+async def test_workers_compare_them(kind: str) -> None:
+    array = ARRAYS[kind]
+
     async def program(strategy: ar.MultiWorkerMirroredStrategy) -> Any:
         rank = strategy._runtime.workers.rank  # type: ignore[union-attr]
         alike = [(array.copy(), torch.ones(4, 2))]
         await strategy.run(read, args=prepared(alike, strategy))
         differs = [(array[::-1] if rank else array, torch.ones(4, 2))]
+        with pytest.raises(ValueError, match="Workers read different batches"):
+            await strategy.run(read, args=prepared(differs, strategy))
+
+    await on_workers(2, 1, program)
+
+
+@pytest.mark.asyncio
+async def test_objects_are_other_ones_on_each_worker() -> None:
+    async def program(strategy: ar.MultiWorkerMirroredStrategy) -> Any:
+        rank = strategy._runtime.workers.rank  # type: ignore[union-attr]
+        objects = np.array([object() for _ in range(4)])
+        await strategy.run(read, args=prepared([(objects, torch.ones(4, 2))], strategy))
+        differs = [(objects, torch.full((4, 2), float(rank)))]
         with pytest.raises(ValueError, match="Workers read different batches"):
             await strategy.run(read, args=prepared(differs, strategy))
 
