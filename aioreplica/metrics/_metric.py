@@ -14,7 +14,7 @@ from array_api_compat import is_array_api_obj
 
 from ..collectives import reduce_across
 from ..context import PLACE
-from ..devices.backends import backend_of
+from ..devices.backends import find_backends
 from ..errors import ContextError
 from ..tree import Array
 from ..typing import ReduceOp, VariableAggregation, VariableSynchronization
@@ -259,9 +259,13 @@ def weights_like(name: str, array: Array, sample_weight: Any, *given: object) ->
 
 
 def as_array(value: object) -> Array:
-    """Return what may be of another library, on another device, or masked; what is masked is 0."""
+    """Return what may be of another library, on another device, or masked; what is masked is 0.
+
+    Arrays that no backend serves are taken if NumPy can convert them.
+    """
     if is_array_api_obj(value) and not isinstance(value, (np.ndarray, np.generic)):
-        value = backend_of(value).get(value)
+        owner = next((each for each in find_backends() if each.owns(value)), None)
+        value = value if owner is None else owner.get(value)
     return np.asarray(np.ma.filled(value, 0) if isinstance(value, np.ma.MaskedArray) else value)
 
 

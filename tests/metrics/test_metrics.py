@@ -306,6 +306,29 @@ def test_labels_of_other_libraries_are_taken_as_numbers_are() -> None:
     assert (accuracy.result(), overlap.result(), best.result()) == (0.75, 1.0, 1.0)
 
 
+class Foreign:
+    """An array of a library that no backend serves."""
+
+    def __init__(self, *items: int) -> None:
+        self._items = items
+
+    def __array_namespace__(self, *, api_version: str | None = None) -> object:
+        return np
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.array(self._items, dtype)
+
+
+def test_arrays_that_no_backend_serves_are_converted_by_numpy() -> None:
+    accuracy, overlap, mean = Accuracy(), ar.metrics.MeanIoU(2), Mean()
+
+    accuracy.update_state(Foreign(1, 0, 1, 1), Foreign(1, 0, 0, 1))
+    overlap.update_state(Foreign(0, 1), Foreign(0, 1))
+    mean.update_state(Foreign(1, 2), sample_weight=Foreign(0, 1))
+
+    assert (accuracy.result(), overlap.result(), mean.result()) == (0.75, 1.0, 2.0)
+
+
 def test_nothing_has_no_class() -> None:
     overlap, accuracy = ar.metrics.MeanIoU(2), Accuracy()
     overlap.update_state([], [])
