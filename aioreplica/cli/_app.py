@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import __version__
+from ._rows import written
 
 SUMMARY = "Look at what aioreplica does and has saved."
 COMMANDS = {
@@ -51,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             _run(sys.argv[1:] if arguments is None else list(arguments))
         finally:
-            _flush()  # the interpreter, at its end, could only complain
+            with written():
+                sys.stdout.flush()  # the interpreter, at its end, could only complain
     except KeyboardInterrupt:  # while something is imported; later typer sees to it
         raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError as error:
@@ -60,22 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(end.__context__, BrokenPipeError):  # typer would end with 1, whosever it is
             raise _end_of(end.__context__) from None
         raise
-
-
-def _flush() -> None:
-    """Write what is left in the buffer.
-
-    Raises:
-        BrokenPipeError: If nobody reads it.
-        SystemExit: If it cannot be written for another reason; with 1.
-    """
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left
-        raise SystemExit(f"The output cannot be written: {error}.") from None
 
 
 def _end_of(error: BrokenPipeError) -> BaseException:
@@ -176,7 +162,8 @@ def _options(typer: ModuleType) -> Any:  # Any: typer need not be installed
 
     def show_version(wanted: bool) -> None:
         if wanted:
-            typer.echo(f"aioreplica {__version__}")
+            with written():
+                typer.echo(f"aioreplica {__version__}")
             raise typer.Exit
 
     def options(

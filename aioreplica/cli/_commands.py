@@ -25,7 +25,7 @@ from ..integrations._status import Status, read_status, socket_folder
 from ..integrations.live import render
 from ..online import Journal, roll_back_closed
 from ._app import INTERRUPTED
-from ._rows import failed, print_rows
+from ._rows import failed, print_rows, written
 
 KINDS = ("cpu", "cuda", "gpu", "tpu")
 TAKEN = {"cupy": "cuda", "jax": ("cpu", "gpu", "tpu"), "numpy": "cpu", "torch": ("cpu", "cuda")}
@@ -90,7 +90,9 @@ def top(
     before = _read(path)
     time.sleep(min(interval, 0.25) if once else 0.0)
     if once:
-        console.print(render(_read(path), before))
+        picture = render(_read(path), before)
+        with written():
+            console.print(picture)
         return
     try:
         with Live(render(before, None), console=console, auto_refresh=False, screen=True) as live:

@@ -12,17 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ._rows import failed, print_rows, printable
+from ._rows import failed, print_rows, printable, written
 
 if TYPE_CHECKING:
     from ..testing import Failure, Report
 
 TOLD_EVERY: Final = 50
 """After so many schedules a terminal is told how many there were."""
-
-
-NOT_WITH_TOKEN: Final = ("schedules", "seed", "fidelity", "max_steps", "timeline")
-"""Options of a search."""
 
 
 def explore(
@@ -40,15 +36,17 @@ def explore(
     timeline: Annotated[
         Path | None, typer.Option(help="Write the failing schedule there, as a page.")
     ] = None,
-    *,
-    context: typer.Context,
 ) -> None:
     """Run an async program under many schedules, until one fails.
 
     The exit status is 1 if one does, with the error, the token and the schedule.
     """
-    if token:
-        _require_alone(context)
+    if token and timeline is not None:
+        raise failed(
+            "--token replays one schedule and writes no page, which is written by the search that "
+            "finds the failure: leave --timeline out.",
+            2,
+        )
     main = load(program)
     left: object = "ignore" if leaks == ["ignore"] else tuple(leaks or ())
     try:
@@ -65,27 +63,6 @@ def explore(
         if timeline is not None:
             _save_page(report.failure, timeline)
         raise typer.Exit(1)
-
-
-def _require_alone(context: typer.Context) -> None:
-    """Check that no option was given that a token has no use for.
-
-    Raises:
-        typer.Exit: If one was; with 2.
-    """
-    given = [name for name in NOT_WITH_TOKEN if _is_given(context, name)]
-    if given:
-        named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise failed(
-            f"--token replays one schedule, with what it was found by: leave {named} out. A page "
-            "is written by the search that finds the failure.",
-            2,
-        )
-
-
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 def _save_page(failure: Failure, path: Path) -> None:
@@ -197,4 +174,5 @@ def _print_error(error: BaseException) -> None:
     frames = [each for each in shown.stack if not each.filename.startswith((kit, __file__))]
     shown.stack = traceback.StackSummary.from_list(frames)
     text = "".join(shown.format())
-    sys.stdout.write("\n".join(printable(line) for line in text.splitlines()) + "\n")
+    with written():
+        sys.stdout.write("\n".join(printable(line) for line in text.splitlines()) + "\n")

@@ -5,8 +5,10 @@ Only tables and errors need rich: `doctor` also prints where the extra `cli` is 
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 RIGHT = {"count", "longest", "mean", "ops", "size", "total"}
 """Titles of the columns with numbers."""
@@ -26,6 +28,23 @@ def failed(problem: str, status: int = 1) -> Exception:
     Console(stderr=True, soft_wrap=True).print(Text(printable(problem), style="red"))
     error: Exception = typer.Exit(status)
     return error
+
+
+@contextmanager
+def written() -> Iterator[None]:
+    """End the program with a sentence if what is written in the block cannot be.
+
+    Raises:
+        BrokenPipeError: If nobody reads it.
+        SystemExit: If it cannot be written for another reason; with 1.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left
+        raise SystemExit(f"The output cannot be written: {error}.") from None
 
 
 def print_rows(
@@ -60,13 +79,15 @@ def print_rows(
     wrong = set(red)
     for number, row in enumerate(safe):
         table.add_row(*map(Text, row), style="red" if number in wrong else None)
-    if title:
-        console.print(Text(title, style="bold cyan"))
-    console.print(table)
-    if title:
-        console.print()
+    with written():
+        if title:
+            console.print(Text(title, style="bold cyan"))
+        console.print(table)
+        if title:
+            console.print()
 
 
+@written()
 def _print_plain(head: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> None:
     first = [title] if title else []
     if not sys.stdout.isatty():

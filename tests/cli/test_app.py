@@ -230,12 +230,21 @@ def test_a_closed_output_is_as_good_as_one_that_nobody_reads(arguments: list[str
 
 @pytest.mark.xslow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is none")
-def test_an_output_that_is_full_is_said() -> None:
-    buffered = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
+@pytest.mark.parametrize(
+    ("arguments", "name", "text"),
+    [
+        (["devices"], "PYTHONUNBUFFERED", ""),
+        (["devices"], "PYTHONUNBUFFERED", "1"),
+        (["devices"], "FORCE_COLOR", "1"),
+        (["--version"], "PYTHONUNBUFFERED", ""),
+    ],
+)
+def test_an_output_that_is_full_is_said(arguments: list[str], name: str, text: str) -> None:
+    given = {**os.environ, name: text}
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "aioreplica", "devices"],
-            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False, env=buffered,
+            [sys.executable, "-m", "aioreplica", *arguments],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False, env=given,
         )  # fmt: skip
 
     assert done.returncode == 1
