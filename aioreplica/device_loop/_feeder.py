@@ -364,7 +364,7 @@ class ThreadFeeder(Feeder):
         try:
             return next(self._iterator, Mark.END)
         except BaseException as error:  # noqa: BLE001 - raised behind the elements before it
-            return Raised(unless_asked_for(error))
+            return Raised(error if self._infeed.is_aborted else unless_asked_for(error))
 
 
 @final

@@ -479,7 +479,7 @@ def _sum_in_code(gradients: Sequence[MergedGradient], reducer: Reducer) -> None:
     """Sum with the compression of the strategy, which remembers what each replica lost of each."""
     members = sorted({member for gradient in gradients for member in gradient.members})
     rows = [[_part_of(gradient, member) for gradient in gradients] for member in members]
-    names = [gradient.variable.name for gradient in gradients]
+    names = [(each.variable.name, each.variable.shape) for each in gradients]
     with np.errstate(all="ignore"):
         sums = reducer.reduce_here(ReduceOp.SUM, rows, members=members, names=names)
     for gradient, whole in zip(gradients, sums, strict=True):

@@ -258,7 +258,7 @@ class ReplicaContext(Collectives):
 
         Raises:
             TypeError: If `name` is not a str.
-            ContextError: If called outside this replica.
+            ContextError: If called in another replica, or after the run.
 
         Determinism:
             Keyed by (seed, step, replica id, name): asking twice gives the same numbers, so use
@@ -272,7 +272,7 @@ class ReplicaContext(Collectives):
 
         Raises:
             TypeError: If `name` is not a str.
-            ContextError: If called outside this replica.
+            ContextError: If called in another replica, or after the run.
         """
         self._require_own("shared_rng")
         return random_stream(self._own.seed, self._own.step, None, name)
@@ -295,12 +295,14 @@ class ReplicaContext(Collectives):
             own.runtime.events.add_scalar(own.step, 0, name, value)
 
     def _require_own(self, name: str) -> None:
-        """Check that the calling code is the replica's, on whatever thread, and its run goes on."""
-        own, place = self._own, PLACE.get()
-        if place is own.waiter.home:  # also outside every run
-            return
+        """Check that the calling code is no other replica's, and the run goes on.
+
+        It may be nobody's: a merge function, the value of a new variable, a thread of a pool.
+        """
+        own, other = self._own, PLACE.get().replica
         # In a host function that a device program waits for, another object stands for it.
-        if own.state.is_over or getattr(place.replica, "state", None) is not own.state:
+        is_other = other is not None and getattr(other, "state", None) is not own.state
+        if own.state.is_over or is_other:
             raise foreign_error(name, own.state, own.group.step)
 
     def _misuse(self, name: str) -> Exception:

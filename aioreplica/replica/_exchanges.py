@@ -200,7 +200,7 @@ def _inline_or_not(group: SyncGroup, num_bytes: int, work: Callable[[], Parts]) 
 
 def _copies(leaf: Any, count: int) -> list[object]:
     if isinstance(leaf, np.ndarray):
-        copy = np.array(leaf, order="C")  # of a subclass, too: a plain array of its own
+        copy = np.array(leaf, order="C", subok=True)  # in memory, a memmap too
         copy.flags.writeable = False
         return [copy] * count
     if isinstance(leaf, np.generic) or not is_array_api_obj(leaf):

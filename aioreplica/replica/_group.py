@@ -155,7 +155,12 @@ class ReplicaGroup:
                 began(self, replica.replica_id, own)
             replica.op = replica.work = own.run(partial(Op[Any], completions, *call, tracker=told))
             ops.append(replica.op)
-        submit_gang(lane_names, ops)
+        try:
+            submit_gang(lane_names, ops)
+        except BaseException:
+            self.point.is_aborted = True  # one that has begun already meets nobody
+            self._cancel_all()
+            raise
         for replica, op in zip(self.replicas, ops, strict=True):
             op.add_done_callback(partial(self._ended, replica))
         if (tell := self._observers.run_began) is not None:

@@ -93,9 +93,10 @@ def payload_along(value: object, axis: int, where: str, place: Place | None = No
 
 
 def read_argument(value: object, where: str, place: Place | None) -> object:
-    """Read distributed values; elsewhere than in a replica the call will be refused anyway."""
-    place = place or PLACE.get()
-    return value if place.replica is None else read_at(value, place, where)
+    """Read distributed values; in no place, and in no replica, the call will be refused anyway."""
+    if place is None and (place := PLACE.get()).replica is None:
+        return value
+    return read_at(value, place, where)
 
 
 def payload_bytes(call: Call) -> int:

@@ -9,12 +9,14 @@ unchanged. Arrays are immutable once they are here, so the entries share one rea
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from array_api_compat import array_namespace
 
 from ..collectives import (
     CommunicationOptions,
@@ -159,7 +161,10 @@ def _add_columns(
             require_reducible(part, "reduce", op)
             if axis is not None:
                 require_dense(part, f"reduce over axis {axis!r}")
-        _same(column, leaf_difference if axis is None else _dtype_difference)
+        if axis is None:
+            _same(column, leaf_difference)
+        else:
+            column = _of_one_dtype(column)
         columns.append(column)
     return spec
 
@@ -287,8 +292,7 @@ def _reduce_axis(
         for part in column:
             require_reducible(part, "reduce", op)
             require_dense(part, f"reduce over axis {axis!r}")
-        _same(column, _dtype_difference)
-        return reduce_over_axis(op, column, axis)
+        return reduce_over_axis(op, _of_one_dtype(column), axis)
 
     return _merge_components(_reduced_parts(op, leaf, replicas), merge)
 
@@ -361,9 +365,29 @@ def _same(column: Sequence[object], compare: Callable[[Any, Any], str | None]) -
             raise ValueError(f"Replicas 0 and {replica_id} cannot be combined: {difference}.")
 
 
-def _dtype_difference(first: object, other: object) -> str | None:
-    one, two = array_like(first).dtype, array_like(other).dtype
-    return None if one == two else f"dtypes {one} and {two} differ"
+def _of_one_dtype(column: Sequence[Any]) -> Sequence[Any]:
+    """Return the components, those without elements in the dtype of the others.
+
+    `np.array([])` of a replica without examples has floats, whatever was meant.
+
+    Raises:
+        ValueError: If dtypes of components with elements differ.
+    """
+    arrays = [array_like(part) for part in column]
+    filled = [i for i, array in enumerate(arrays) if math.prod(array.shape)]
+    if not filled:
+        return column
+    dtype = arrays[filled[0]].dtype
+    for i in filled:
+        if arrays[i].dtype != dtype:
+            raise ValueError(
+                f"Replicas {filled[0]} and {i} cannot be combined: dtypes {dtype} and "
+                f"{arrays[i].dtype} differ."
+            )
+    return [
+        part if array.dtype == dtype else array_namespace(array).astype(array, dtype)
+        for part, array in zip(column, arrays, strict=True)
+    ]
 
 
 async def _maybe_in_thread(value: object, work: Callable[[], object]) -> object:

@@ -84,7 +84,11 @@ async def _check_workers(workers: Workers, variables: Sequence[Variable]) -> Non
     async with workers.operation("check_in_sync", names) as turn:
         held = [(variable.name, variable.components) for variable in variables]
         await _check_here(held)  # of an error the others hear
-        digests = [_digest(parts[0]) for _, parts in held]
+        firsts = [parts[0] for _, parts in held]
+        if sum(part.nbytes for part in firsts) < INLINE_BYTES:
+            digests = list(map(_digest, firsts))
+        else:
+            digests = await run_on_host(lambda: list(map(_digest, firsts)))
         mine = np.frombuffer(b"".join(digests), np.uint8)
         [rows] = await gather_across(turn, [mine.reshape(1, -1)], 0)
         for index, (name, parts) in enumerate(held):

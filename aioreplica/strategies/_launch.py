@@ -76,6 +76,8 @@ def as_int(value: object) -> int | None:
         >>> as_int(np.int64(3)), as_int(3.0), as_int(True)
         (3, None, None)
     """
+    if type(value) is int:
+        return value
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
     try:

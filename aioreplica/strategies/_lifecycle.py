@@ -78,6 +78,7 @@ class Lifecycle:
 
     __slots__ = (
         "_active",
+        "_closing_in",
         "_generation",
         "_holds_lanes",
         "_idle",
@@ -108,7 +109,8 @@ class Lifecycle:
         self.gate: StepGate = store.gate
         self.numbers = store.gate if is_bound else StepGate()
         self.open_loops: OpenLoops | None = None
-        self._num_closing = 0  # calls of `Runtime.aclose`
+        self._num_closing = 0  # calls of `Runtime.aclose`, in this process
+        self._closing_in = 0
         self._lane_names = lane_names
         self._is_bound = is_bound
         self._state = "new"
@@ -186,7 +188,7 @@ class Lifecycle:
             LoopMismatchError: If it is bound to another loop that is not closed.
         """
         # Its runs and loops are being ended: new ones would be ended with them.
-        if self._num_closing:
+        if self._num_closing and self._closing_in == lane_table().generation:  # not in a parent
             raise ContextError(
                 f"{self._label} is being closed. Wait for `aclose` before it is opened again."
             )
@@ -232,6 +234,9 @@ class Lifecycle:
     @contextmanager
     def closing(self) -> Iterator[None]:
         """Refuse to be opened again before the block has ended."""
+        generation = lane_table().generation
+        if self._closing_in != generation:
+            self._closing_in, self._num_closing = generation, 0
         self._num_closing += 1
         try:
             yield

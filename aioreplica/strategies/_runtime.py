@@ -188,9 +188,16 @@ class Runtime:
         try:
             if self.lifecycle.open_loops is not None:
                 await self.lifecycle.open_loops.aclose(repr(self))
-        finally:  # else the other workers would wait for this one
+        except GeneratorExit:  # on no event loop any more
+            if self.workers is not None:
+                self.workers.abandon()
+            raise
+        except BaseException:  # or the other workers would wait for this one
             if self.workers is not None:
                 await self.workers.aclose()
+            raise
+        if self.workers is not None:
+            await self.workers.aclose()
 
     def __repr__(self) -> str:
         return repr(self.facade)

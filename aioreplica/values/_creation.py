@@ -13,7 +13,7 @@ from .._functions import require_finished
 from ..context import CREATORS, PLACE
 from ..tree import Array
 from ._division import Division, Shard, divided_rows
-from ._indexed_slices import require_unmasked
+from ._indexed_slices import require_no_mask
 
 if TYPE_CHECKING:
     from ._variable import Variable
@@ -24,7 +24,7 @@ RowsFn: TypeAlias = Callable[[int, int], object]
 def initial_array(initial_value: object, name: str, dtype: npt.DTypeLike | None) -> Array:
     """Turn an initial value, or a callable that gives one, into an array of our own."""
     value = initial_value() if callable(initial_value) else initial_value
-    require_unmasked(value, f"Variable {name!r}")
+    require_no_mask(value, f"Variable {name!r}")
     array = np.array(value, dtype=dtype)
     if array.dtype.kind not in "fiubc" and array.dtype.name != "bfloat16":
         raise TypeError(f"Variable {name!r} needs numbers, got {value!r} (dtype {array.dtype}).")

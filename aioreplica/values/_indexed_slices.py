@@ -231,8 +231,19 @@ def require_unmasked(value: object, where: str) -> None:
         raise TypeError(f"{where} would drop the mask of {value!r}. Pass value.filled(number).")
 
 
+def require_no_mask(value: object, where: str) -> None:
+    """Check that none of a value's elements is masked.
+
+    Raises:
+        TypeError: If one is.
+    """
+    if np.ma.is_masked(value):
+        require_unmasked(value, where)
+
+
 def _checked_values(values: object, shape: tuple[int, ...]) -> Array:
-    require_unmasked(values, "IndexedSlices")
+    if type(values) is not np.ndarray:
+        require_no_mask(values, "IndexedSlices")
     array = np.asarray(values)
     if array.dtype.kind not in "fiuc" and array.dtype.name != "bfloat16":
         raise TypeError(

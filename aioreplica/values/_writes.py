@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from functools import lru_cache
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from ..errors import ContextError
 from ..tree import Array, DType
-from ._indexed_slices import IndexedSlices, require_unmasked
+from ._indexed_slices import IndexedSlices, require_no_mask
 
 R = TypeVar("R")
 
@@ -98,6 +99,12 @@ class Writes(ABC, Generic[R]):
         return self._write(verb, slices, frame)
 
 
+@lru_cache(maxsize=16)
+def _limits(dtype: DType) -> tuple[int, int]:
+    found = np.iinfo(dtype)
+    return int(found.min), int(found.max)
+
+
 def fitting_array(value: Any, name: str, shape: tuple[int, ...], dtype: DType) -> Array:
     """Return `value` in the shape and dtype of the variable called `name`.
 
@@ -107,7 +114,8 @@ def fitting_array(value: Any, name: str, shape: tuple[int, ...], dtype: DType) -
         TypeError: If it is a masked array.
         ContextError: If it is a value of a function that jax transforms.
     """
-    require_unmasked(value, f"Assigning to variable {name!r}")
+    if type(value) is not np.ndarray:
+        require_no_mask(value, f"Assigning to variable {name!r}")
     try:
         array = np.asarray(value)
     except TypeError as error:
@@ -132,10 +140,14 @@ def fitting_array(value: Any, name: str, shape: tuple[int, ...], dtype: DType) -
             f"dtype {array.dtype}. Cast it with .astype({str(dtype)!r}) first."
         )
     if dtype.kind in "iu" and isinstance(value, (int, list, tuple)) and array.size:
-        limits, least, most = np.iinfo(dtype), int(array.min()), int(array.max())
-        if least < limits.min or most > limits.max:
+        first, last = _limits(dtype)
+        if isinstance(value, int):
+            least = most = int(value)
+        else:
+            least, most = int(array.min()), int(array.max())
+        if least < first or most > last:
             raise ValueError(
-                f"Variable {name!r} of dtype {dtype} holds {limits.min} to "
-                f"{limits.max}, cannot assign {least if least < limits.min else most}."
+                f"Variable {name!r} of dtype {dtype} holds {first} to "
+                f"{last}, cannot assign {least if least < first else most}."
             )
     return array.astype(dtype, copy=False)

@@ -10,6 +10,7 @@ from tests.autodiff.torch_modules import seeded
 from tests.strategies.workers import on_workers
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.filterwarnings("ignore:Replicas are on cuda")  # over devices with streams
 
 ARRAYS = {
     "text": np.array(["a", "b", "c", "dd"]),

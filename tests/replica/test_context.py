@@ -168,6 +168,26 @@ async def test_random_streams_are_those_of_the_own_replica_and_run(
 
 
 @pytest.mark.asyncio
+async def test_random_streams_may_be_drawn_where_no_replica_is_current(
+    pair: ar.MirroredStrategy,
+) -> None:
+    with pair.scope():
+        w = ar.Variable(0.0)
+
+    async def step() -> list[float]:
+        ctx = me()
+        v = await ctx.variable(lambda: ctx.shared_rng("a").random())
+        await ctx.update(w, lambda v, x: v.assign(x + ctx.shared_rng("a").random()), (0.0,))
+        merged = await ctx.merge_call(lambda _strategy: ctx.shared_rng("a").random())
+        loop = asyncio.get_running_loop()
+        drawn = await loop.run_in_executor(None, lambda: ctx.shared_rng("a").random())
+        return [float(v.value), float(w.value), merged, drawn, ctx.shared_rng("a").random()]
+
+    for found in pair.local_results(await pair.run(step)):
+        assert len(set(found)) == 1
+
+
+@pytest.mark.asyncio
 async def test_plain_functions_and_code_outside_every_run_draw_random_numbers(
     pair: ar.MirroredStrategy,
 ) -> None:

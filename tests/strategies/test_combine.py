@@ -178,6 +178,20 @@ async def test_values_that_cannot_be_reduced(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(("op", "result"), [("sum", 2), ("mean", 2 / 3), ("max", 1)])
+@pytest.mark.parametrize("is_first", [False, True])
+async def test_a_component_without_elements_has_no_say_in_the_dtype(
+    pair: ar.MirroredStrategy, op: Any, result: float, is_first: bool
+) -> None:
+    """A list without numbers is an array of floats."""
+    parts = [np.array([1, 0, 1]), np.array([])]
+    found = await pair.reduce(op, ar.PerReplica(parts[::-1] if is_first else parts), axis=0)
+
+    assert found == pytest.approx(result)
+    assert np.asarray(found).dtype == (np.float64 if op == "mean" else np.int64)
+
+
+@pytest.mark.asyncio
 async def test_operators_and_lengths_are_checked(gang: ar.MirroredStrategy) -> None:
     with pytest.raises(ValueError, match="SUM, MEAN, MIN, MAX"):
         await gang.reduce("product", ar.PerReplica([1] * gang.num_replicas_in_sync))

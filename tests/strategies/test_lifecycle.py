@@ -9,6 +9,7 @@ import weakref
 from collections.abc import AsyncIterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -341,6 +342,39 @@ def test_under_trio_the_default_context_names_trio(monkeypatch: pytest.MonkeyPat
 
 
 # ---- forks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_a_close_of_the_parent_does_not_hold_up_the_child(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    strategy, table = ar.MirroredStrategy(["cpu:0"]), lane_table()
+    with strategy._runtime.lifecycle.closing():
+        with pytest.raises(ContextError, match="is being closed"):
+            await strategy.__aenter__()
+        monkeypatch.setattr(table, "generation", table.generation + 1)  # as in a child
+        async with strategy:
+            assert await strategy.run(lambda: 1) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_close_that_is_dropped_with_its_loop_abandons_the_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime, workers = ar.MirroredStrategy(["cpu:0"])._runtime, mock.Mock()
+
+    async def hang(_who: str) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(runtime, "workers", workers)
+    monkeypatch.setattr(runtime.lifecycle, "open_loops", mock.Mock(aclose=hang))
+    closing = runtime._let_go()
+    closing.send(None)
+
+    closing.close()
+
+    assert [call[0] for call in workers.method_calls] == ["abandon"]
+
 
 FORK = """
 import asyncio, os, sys, traceback, warnings

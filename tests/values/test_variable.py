@@ -338,6 +338,8 @@ async def test_a_variable_takes_no_masked_array(either: ar.Strategy) -> None:
 
     await either.run(step)
     assert variable.value.tolist() == [1.0, 2.0]
+    await variable.assign(np.ma.array([3.0, 4.0]))  # none is
+    assert variable.value.tolist() == [3.0, 4.0]
 
 
 @pytest.mark.asyncio

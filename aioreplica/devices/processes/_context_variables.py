@@ -42,6 +42,7 @@ OWN: frozenset[AnyVar] = frozenset({
     AWAITED_BY, BESIDE, CARRIER, CLOSURE, CLUSTER, CREATORS, DEVICE, DIFFERENTIATING, INLINE_STEP,
     LOOP, OVERRIDES, PLACE, TRACE,
 })  # fmt: skip
+MAX_DEFAULT = 4096
 IMMUTABLE = frozenset({bool, bytes, float, int, str, type(None)})
 NUMPY_ERRORS = "numpy.ufunc.extobj"  # travels as what `np.geterr` gives
 DECIMAL = "decimal_context"  # no module has the variable, only functions that read and set it
@@ -55,7 +56,8 @@ class VarName(NamedTuple):
         module: The module that it is a global of; None if there is none.
         name: Its name there, or what it was made with.
         number: Tells twins apart.
-        default: Of a twin, pickled; None if it has none, or one that cannot be.
+        default: Pickled, for a twin; None if it has none, one that cannot be, or a large one of a
+            global, which goes with every op.
     """
 
     module: str | None
@@ -88,6 +90,8 @@ class VarNames:
         except Exception:  # noqa: BLE001 - it has none, or one whose `__reduce__` raises
             default = None
         module, name = _search(var) or (None, var.name)
+        if module is not None and default is not None and len(default) > MAX_DEFAULT:
+            default = None
         return VarName(module, name, len(self._names) + 1, default)
 
 

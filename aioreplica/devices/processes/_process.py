@@ -223,8 +223,6 @@ class DeviceProcess:
             logger = logging.getLogger(record.name)
             if logger.isEnabledFor(record.levelno):
                 logger.handle(record)
-        for refused in reply.refused:
-            self._context.refuse(*refused)
         replica = op.place.replica
         try:
             for name, value in reply.recorded:
@@ -234,6 +232,8 @@ class DeviceProcess:
                 raise
         if failure is not None:
             raise self._error(op, failure, result)
+        for refused in reply.refused:
+            self._context.refuse(*refused)
         for data, (filename, line, module) in reply.warnings:
             registry = _warnings_shown().setdefault(filename, {})
             warning = pickle.loads(data)
