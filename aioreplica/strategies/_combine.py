@@ -163,9 +163,7 @@ def _add_columns(
                 require_dense(part, f"reduce over axis {axis!r}")
         if axis is None:
             _same(column, leaf_difference)
-        else:
-            column = _of_one_dtype(column)
-        columns.append(column)
+        columns.append(column if axis is None else _of_one_dtype(column))
     return spec
 
 

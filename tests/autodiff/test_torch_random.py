@@ -19,6 +19,7 @@ from tests.replica.gated import me, my_id
 torch = pytest.importorskip("torch")
 nn = torch.nn
 F = nn.functional
+pytestmark = pytest.mark.filterwarnings("ignore:Replicas are on cuda")  # over devices with streams
 
 
 class Counting(nn.Module):
@@ -164,7 +165,6 @@ def prepared(strategy: ar.Strategy) -> tuple[Callable[..., Any], tuple[Any, ...]
 
 
 @pytest.mark.asyncio
-@pytest.mark.filterwarnings("ignore:Replicas are on cuda")  # over devices with streams
 @pytest.mark.parametrize("make", [of_variables, prepared])
 async def test_a_step_that_is_done_again_draws_the_same_numbers(
     pair: ar.MirroredStrategy, folder: Path, make: Any

@@ -354,7 +354,7 @@ async def test_a_close_of_the_parent_does_not_hold_up_the_child(
             await strategy.__aenter__()
         monkeypatch.setattr(table, "generation", table.generation + 1)  # as in a child
         async with strategy:
-            assert await strategy.run(lambda: 1) == 1
+            assert (await strategy.run(lambda: 1)).values == (1,)
 
 
 @pytest.mark.asyncio
