@@ -33,8 +33,8 @@ _EXAMPLES = {
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the examples of functions over a package that is missing; all but a part of all.
 
-    With `AIOREPLICA_TEST_PART=0/5`, 1/5 and so on, every fifth test runs: `.ci/run` asks for these in
-    turn where tests run that have run before, on another Python or with fewer seeds.
+    With `AIOREPLICA_TEST_PART=0/5`, 1/5 and so on, every fifth test runs: `.ci/run` asks for these
+    in turn where tests run that have run before, on another Python or with fewer seeds.
     """
     missing = {name for name, package in _EXAMPLES.items() if find_spec(package) is None}
     items[:] = [item for item in items if item.name not in missing]

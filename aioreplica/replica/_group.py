@@ -72,15 +72,9 @@ class ReplicaGroup:
     """
 
     def __init__(
-        self,
-        runtime: CurrentStrategy,
-        loop: asyncio.AbstractEventLoop | None,
-        step: int,
-        fn_name: str,
-        *,
-        is_blocking: bool = False,
-        across: AcrossWorkers | None = None,
-    ) -> None:
+        self, runtime: CurrentStrategy, loop: asyncio.AbstractEventLoop | None, step: int,
+        fn_name: str, *, is_blocking: bool = False, across: AcrossWorkers | None = None,
+    ) -> None:  # fmt: skip
         device_names, observers = runtime.device_names, runtime.observers
         self.num_replicas = size = len(device_names)
         self.step = step
