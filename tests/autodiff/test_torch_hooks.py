@@ -99,6 +99,7 @@ def test_hooks_that_would_be_called_before_the_mean_is_there_are_refused_by_name
 
 
 @pytest.mark.asyncio
+@pytest.mark.filterwarnings("ignore:Replicas are on cuda")  # over devices with streams
 async def test_a_prepared_module_may_have_parameters_of_integers(pair: ar.MirroredStrategy) -> None:
     module = torch.nn.Linear(4, 2)
     module.table = torch.nn.Parameter(torch.arange(8), requires_grad=False)
