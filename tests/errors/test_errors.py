@@ -59,7 +59,7 @@ def fields(error: BaseException) -> dict[str, Any]:
 @pytest.mark.parametrize("error", MADE, ids=repr)
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_errors_survive_pickling_with_fields_and_notes(error: Exception, protocol: int) -> None:
-    noted = copy.copy(error)
+    noted = copy.deepcopy(error)  # after `import distributed` a shallow one shares its notes
     noted.add_note("Raised in replica 1.")
     noted.add_note("And later.")
 
