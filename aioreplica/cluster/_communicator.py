@@ -453,9 +453,14 @@ class Communicator(ABC):
         self._require_open()
         future: asyncio.Future[object] = running_loop(call.kind).create_future()
         call.number, call.what = self._num_calls, self._what
-        self._enqueue(call)
+        self._pending[call] = future  # first: it may be over at once
         self._num_calls += 1
-        self._pending[call] = future
+        try:
+            self._enqueue(call)
+        except BaseException:
+            self._num_calls -= 1
+            self._pending.pop(call, None)
+            raise
         return future
 
     def _require_open(self) -> None:

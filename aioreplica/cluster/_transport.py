@@ -45,7 +45,7 @@ NAME_CHARACTERS = 256  # of a group, in notes
 WAITING_S = 0.5  # in a call, before a worker tells the others that it waits there, and again
 WARN_S = 10.0  # in a call, before a worker logs for whom it waits
 QUIET_S = 3.0  # without a word from a worker that has said that it waits
-PATIENCE_S = 50e-6  # of the event loop, which it would take as long to wake the lane
+PATIENCE_S = 150e-6  # of the event loop, which takes longer to wake the lane and be woken by it
 
 Poll: TypeAlias = Callable[[], bool]
 """Tells whether an exchange is over; does not wait."""
@@ -268,7 +268,7 @@ class Link:
         # Who is early is so again: it looks once, until the others are the early ones.
         self._patience_s = PATIENCE_S if visit.has_met else 0.0
         if is_over:
-            asyncio.get_running_loop().call_soon(visit.resolve)
+            visit.resolve()
 
     def alarm(self, group: Group, number: int, text: str) -> Op[object]:
         """Raise an alarm in a group."""

@@ -138,6 +138,8 @@ class Pending:
         self.task = task
         if self.tell is None:
             task.add_done_callback(partial(self._ended, point))
+        elif task.done():  # at once, without a cycle of the event loop
+            self._ended(point, task)
         else:
             self.tell(partial(self._ended, point, task))
 

@@ -17,6 +17,7 @@ from aioreplica.cluster import _engine, _poller, _transport
 from aioreplica.cluster._communicator import AGREE, NOTHING, Call
 from aioreplica.cluster._transport import NOTE_BYTES, PATIENCE_S, Note, name_of
 from aioreplica.errors import ContextError, StallError, WorkerLostError
+from aioreplica.replica._meeting_point import MeetingPoint
 from aioreplica.typing import ReduceOp
 from tests.cluster.communicator_contract import (
     CHECKS,
@@ -283,7 +284,10 @@ class Meeting:
 
 async def test_who_comes_last_exchanges_on_the_event_loop_and_the_first_on_its_lane() -> None:
     group, meeting = attempted(), Meeting()
-    for rows, totals in await asyncio.gather(*map(meeting.call, group)):
+    early, late = map(meeting.call, group)
+    assert not early.done()
+    assert late.done()
+    for rows, totals in await asyncio.gather(early, late):
         assert rows.tolist() == [[1.0], [2.0]]
         assert totals is None
     assert sorted(meeting.asked) == [(0, False), (1, True)]
@@ -397,6 +401,37 @@ async def test_an_error_of_an_attempt_ends_the_group_as_one_of_the_lane_does() -
         assert isinstance(error, WorkerLostError)
         assert "Worker 1 failed in agreement #0: ValueError('no frame')" in str(error)
     await asyncio.gather(*(each.aclose() for each in group))
+
+
+async def test_who_comes_last_to_a_reduction_has_its_result_without_a_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group, has_come, waits = attempted(), asyncio.Event(), list[MeetingPoint]()
+    new_waiter = MeetingPoint.new_waiter
+
+    def noting(self: MeetingPoint, *args: Any) -> Any:
+        waits.append(self)
+        return new_waiter(self, *args)
+
+    monkeypatch.setattr(MeetingPoint, "new_waiter", noting)
+
+    async def step(is_last: bool) -> Any:
+        ctx = ar.get_replica_context()
+        assert ctx is not None
+        await ctx.all_reduce("sum", np.ones(1000))  # from then on frames have room for as much
+        group[0].link._patience_s, group[1].link._patience_s = 0.0, 60.0
+        await has_come.wait() if is_last else has_come.set()
+        waits.clear()
+        return (await ctx.all_reduce("sum", np.full(1000, 1.0 + is_last)))[-1]
+
+    async def worker(strategy: ar.MultiWorkerMirroredStrategy, is_last: bool) -> Any:
+        async with strategy:
+            return strategy.local_results(await strategy.run(step, args=(is_last,)))
+
+    with only(1):
+        made = [ar.MultiWorkerMirroredStrategy(c) for c in group]
+    assert await asyncio.gather(*map(worker, made, (False, True))) == [(3.0,), (3.0,)]
+    assert waits == []
 
 
 async def test_a_started_reduction_goes_out_while_the_event_loop_is_busy(
