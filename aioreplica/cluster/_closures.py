@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, final
 
@@ -31,30 +32,35 @@ class ClosureWorker:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._kept: dict[str, dict[Hashable, Any]] = {}
+        # What was made, once it was, and the lock of those who want it.
+        self._kept: dict[str, dict[Hashable, tuple[AbstractContextManager[object], list[Any]]]] = {}
         self._gone: set[str] = set()
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()  # of the tables
 
     def once(self, owner: str, key: Hashable, make: Callable[[], T]) -> T:
         """Return what an owner keeps under a key, made at the first use in this worker."""
         with self._lock:
-            if owner in self._gone:  # for a closure that goes on although nobody wants it
-                return make()
-            kept = self._kept.setdefault(owner, {})
-            if key not in kept:
-                kept[key] = make()
-            return kept[key]  # type: ignore[no-any-return]  # whoever asks knows its kind
+            # Not kept for a closure that goes on although nobody wants it.
+            kept = {} if owner in self._gone else self._kept.setdefault(owner, {})
+            lock, made = kept.setdefault(key, (threading.RLock(), []))
+        with lock:
+            if not made:
+                made.append(make())
+            return made[0]  # type: ignore[no-any-return]  # whoever asks knows its kind
 
     def release(self, owner: str, keys: Sequence[Hashable] | None = None) -> None:
-        """Let go of what an owner keeps under some keys; without keys of all, for ever."""
+        """Let go of what an owner keeps under some keys; without keys of all, for ever.
+
+        It waits for nobody: what is being made goes to those who want it, and is not kept.
+        """
         with self._lock:
             if keys is None:
                 self._gone.add(owner)
-                self._kept.pop(owner, None)
-                return
-            kept = self._kept.get(owner, {})
-            for key in keys:
-                kept.pop(key, None)
+                gone = list(self._kept.pop(owner, {}).values())
+            else:
+                kept = self._kept.get(owner, {})
+                gone = [kept.pop(key) for key in keys if key in kept]
+        del gone  # outside the lock, as it may have finalizers
 
     def __repr__(self) -> str:
         count = sum(map(len, self._kept.values()))

@@ -295,7 +295,10 @@ class LocalSGD:
         ours = [*self._anchors, *self.variables]
         await self._agreed(FIRST_MEETING, [])
         told = [await self._communicator.broadcast(each.components[0], 0) for each in ours]
-        _write(dict(zip(ours, told, strict=True)))
+        changes = dict(zip(ours, told, strict=True))
+        if not changes[self._num_steps]:  # values may have been assigned since the last exchange
+            changes |= {anchor: changes[each] for each, anchor in self._anchors.items()}
+        _write(changes)
         self._has_met = True
 
     async def _exchange(self) -> None:

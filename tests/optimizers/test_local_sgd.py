@@ -111,6 +111,25 @@ async def test_exchanges_average_or_follow_the_outer_optimizer(
     assert np.isclose(results[0][1], b, rtol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"compression": TopK(0.25)}, {"has_outer": True}])
+async def test_values_assigned_before_the_start_are_where_all_begin(options: Any) -> None:
+    async def program(c: Communicator, strategy: ar.MirroredStrategy) -> Any:
+        with strategy.scope():
+            outer = SGD(**NESTEROV) if options.get("has_outer") else None
+        descent = Descent(c, strategy, every=1, outer=outer, compression=options.get("compression"))
+        await descent.w.assign([10.0, 20.0, 30.0])  # as a model that was trained before
+        await descent.local.start()
+        assert descent.values()[0] == [10.0, 20.0, 30.0]
+
+        async def step() -> None:
+            await descent.local.apply_gradients([(np.zeros(3, np.float32), descent.w)])
+
+        await strategy.run(step)
+        return descent.values()[0]
+
+    assert await on_workers([program] * 2) == [[10.0, 20.0, 30.0]] * 2
+
+
 async def test_in_between_workers_differ_and_it_says_so() -> None:
     async def program(c: Communicator, strategy: ar.MirroredStrategy) -> Any:
         descent = Descent(c, strategy)
