@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from ..context import PLACE
-from ..errors import OutOfSyncError
+from ..errors import ContextError, OutOfSyncError
 from ..replica import RunningReplica
 from ._torch_batches import Batches, require_loader
 from ._torch_random import SeededDraws, may_draw
@@ -43,6 +43,7 @@ class Averaging:
 
     Args:
         module: The replica's; None makes an empty one.
+        replica_id: The replica, among those of its worker.
         seeds_draws: Whether random layers draw from a generator of the replica.
 
     Attributes:
@@ -50,9 +51,12 @@ class Averaging:
         is_on: False in `no_sync`.
     """
 
-    def __init__(self, module: nn.Module | None = None, *, seeds_draws: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module | None = None, *, replica_id: int = 0, seeds_draws: bool = False
+    ) -> None:
         self.module = module
         self.is_on = True
+        self._replica_id = replica_id
         self._seeds_draws = seeds_draws
         self._draws: tuple[object, int, SeededDraws] | None = None  # of which run and step
         self._call: _Seeded | None = None
@@ -109,7 +113,13 @@ class Averaging:
     # ---- forward: random numbers ---------------------------------------------------------
 
     def __call__(self, module: nn.Module, _args: object) -> None:
-        """Draw from that generator too where `module.compile` was called after `prepare`."""
+        """Draw from that generator too where `module.compile` was called after `prepare`.
+
+        Raises:
+            ContextError: If another replica trains the module.
+        """
+        if module.training and torch.is_grad_enabled():  # all may evaluate one of them
+            self._own_replica()
         if self._call is not None and module._compiled_call_impl is not self._call:
             draws = self._drawing()
             draws.__enter__()
@@ -135,6 +145,24 @@ class Averaging:
             self._draws = (run, step, SeededDraws(lambda: int(rng.integers(2**63))))
         return self._draws[2]
 
+    def _own_replica(self) -> RunningReplica | None:
+        """Return the replica that runs; None if none does, or this is of a copy.
+
+        Raises:
+            ContextError: If it is not the one whose module this is.
+        """
+        replica = PLACE.get().replica
+        if self.module is None or not isinstance(replica, RunningReplica):
+            return None
+        if replica.local_replica_id != self._replica_id:
+            raise ContextError(
+                f"Replica {replica.local_replica_id} uses the module of replica "
+                f"{self._replica_id}: ar.prepare has made one for each. Let the step function take "
+                "what it returned, `def train(module, optimizer, loader)`, and call "
+                "`strategy.run(train, args=ar.prepare(module, optimizer, loader))`."
+            )
+        return replica
+
     # ---- backward: gradients -------------------------------------------------------------
 
     def _gradient_is_there(self, _parameter: torch.Tensor) -> None:
@@ -146,9 +174,10 @@ class Averaging:
             torch.autograd.Variable._execution_engine.queue_callback(self._average)
 
     def _average(self) -> None:
-        replica = PLACE.get().replica
-        if not isinstance(replica, RunningReplica) or self.module is None:
+        replica = self._own_replica()
+        if replica is None:
             return
+        assert self.module is not None
         blocking = replica.blocking
         num_replicas = blocking.num_replicas_in_sync
         if num_replicas == 1:
@@ -256,7 +285,9 @@ def replicas_of(
         earlier.detach()
     seeds_draws = num_replicas > 1 and may_draw(module)
     pairs = [(module, optimizer), *(_copied(module, optimizer) for _ in range(num_local - 1))]
-    averagings = [Averaging(own, seeds_draws=seeds_draws) for own, _ in pairs]
+    averagings = [
+        Averaging(own, replica_id=i, seeds_draws=seeds_draws) for i, (own, _) in enumerate(pairs)
+    ]
     for averaging in averagings:
         averaging.attach(averages=num_replicas > 1)
     for _, own in pairs:

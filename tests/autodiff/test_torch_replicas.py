@@ -98,6 +98,30 @@ async def test_replicas_train_as_one_process_does(gang: ar.MirroredStrategy, dat
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("mode", ["train", "eval"])
+async def test_a_step_that_trains_the_module_of_another_replica_is_told(
+    pair: ar.MirroredStrategy, mode: str
+) -> None:
+    module = getattr(network(), mode)()
+    optimizer = sgd(module)
+    ar.prepare(module, optimizer, EVEN, strategy=pair)
+
+    def train_what_is_global() -> None:  # as a script that forgets `args=prepared`
+        for x, y in EVEN:
+            step(module, optimizer, x, y)
+
+    with pytest.raises(ContextError, match="Replica 1 uses the module of replica 0: .* made one "):
+        await pair.run(train_what_is_global)
+
+    def evaluate() -> Any:
+        with torch.no_grad():
+            return module(X)
+
+    one, other = pair.local_results(await pair.run(evaluate))
+    assert_equal(one, other, 0.0)
+
+
+@pytest.mark.asyncio
 async def test_a_default_device_of_torch_is_not_that_of_what_is_sent(
     pair: ar.MirroredStrategy,
 ) -> None:
