@@ -74,8 +74,9 @@ class Batches:
             yield from self._loader
             return
         averaging = self._averaging
+        averaging.begin_epoch()
         averaging.saw(_num_batches(self._loader))
-        averaging.check_in_sync(blocking, "beginning")
+        averaging.check_in_sync(replica, "beginning")
         reads_here = replica.local_replica_id == 0
         first = replica.replica_id_in_sync_group - replica.local_replica_id
         has_workers = blocking.num_replicas_in_sync > self._num_local
@@ -94,7 +95,7 @@ class Batches:
             if part is OVER:
                 break
             yield part
-        averaging.check_in_sync(blocking, "end")
+        averaging.check_in_sync(replica, "end")
 
     def _draw_as_worker_0(self, blocking: Any, *, is_reader: bool) -> None:
         """Give the generators that a loader shuffles with the states they have on worker 0."""

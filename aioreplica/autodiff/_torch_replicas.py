@@ -8,9 +8,11 @@ the optimizer's step it would be too late: clipping and a GradScaler look at gra
 from __future__ import annotations
 
 import copy
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import FrameType
 from typing import Any, final
 
 import numpy as np
@@ -189,13 +191,14 @@ class Averaging:
         is_first = replica.replica_id_in_sync_group == 0
         buffers = list(self.module.buffers())
         told = [self._seen, *(parameter.grad is not None for _, parameter in named)]
-        totals, states, told = blocking.all_reduce(
-            "sum",
+        totals, states, told = blocking.reduce_as(
+            "backward",
             (
                 [_summand(parameter, parameter.grad) for _, parameter in named],
                 [_summand(buffer, buffer if is_first else None) for buffer in buffers],
                 np.array(told, np.int64),
             ),
+            _users_frame(),
         )
         if told[0] != num_replicas * self._seen:
             raise ValueError(_BATCHES_DIFFER)
@@ -212,7 +215,11 @@ class Averaging:
 
     # ---- epochs --------------------------------------------------------------------------
 
-    def check_in_sync(self, blocking: Any, when: str) -> None:
+    def begin_epoch(self) -> None:
+        """Forget what was read, which a run that was cancelled has not compared."""
+        self._seen = 0
+
+    def check_in_sync(self, replica: RunningReplica, when: str) -> None:
         """Compare the parameters of all replicas, and what they have read; a collective.
 
         Raises:
@@ -222,7 +229,10 @@ class Averaging:
         assert self.module is not None
         named = list(self.module.named_parameters())
         own = [self._seen, *(_checksum(parameter) for _, parameter in named)]
-        table = blocking.all_gather(np.array([own], np.int64), 0)
+        blocking = replica.blocking
+        table = np.zeros((blocking.num_replicas_in_sync, len(own)), np.int64)
+        table[replica.replica_id_in_sync_group] = own
+        table = blocking.reduce_as(f"{when} of an epoch", table, _users_frame())
         if (table[:, 0] != table[0, 0]).any():
             raise ValueError(_BATCHES_DIFFER)
         self._seen = 0
@@ -344,6 +354,16 @@ def no_sync(module: Any) -> Iterator[None]:
         yield
     finally:
         averaging.is_on = was_on
+
+
+def _users_frame() -> FrameType:
+    """Return the innermost frame of code that is neither torch's nor the library's."""
+    frame = sys._getframe(1)
+    while frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "aioreplica"):
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return frame
 
 
 # ---- refusals ----------------------------------------------------------------------------

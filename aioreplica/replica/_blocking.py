@@ -26,8 +26,9 @@ from ._device_waiters import OpWaiter, ThreadWaiter
 from ._errors import blocking_misuse_error
 from ._group import ReplicaGroup
 from ._host_call import call_on_host
-from ._meeting import CallSite, Collective, new_call
+from ._meeting import CallSite, Collective, collective_named, new_call
 from ._merge_call import create_variable, merge_call_named, update_variable
+from ._reductions import all_reduce_named, parse_reduction, payload_of_numbers
 from ._replica import Replica
 from ._sending import receive, send
 
@@ -77,6 +78,12 @@ class BlockingCollectives(Collectives):
     ) -> Any:
         """Do a merge_call that tables show as `name`, called at `frame`; for the library."""
         return self._call(merge_call_named(name), merge_fn, args, None, frame)
+
+    def reduce_as(self, name: str, value: Tree, frame: FrameType) -> Any:
+        """Do an all_reduce that tables show as `name`, called at `frame`; for the library."""
+        args = payload_of_numbers(value, ReduceOp.SUM, name, self._waiter.home)
+        collective = collective_named(all_reduce_named, name)
+        return self._call(collective, parse_reduction(ReduceOp.SUM, None), args, None, frame)
 
 
 @final

@@ -107,6 +107,7 @@ OPTIMIZERS: dict[str, Callable[[Any, Any], Optimizer]] = {
     "rmsprop momentum": lambda w, b: RMSprop(0.05, momentum=0.9),
     "rmsprop centered": lambda w, b: RMSprop(0.05, momentum=0.5, centered=True),
     "schedule": lambda w, b: Adam(warming),
+    "schedule of jax": lambda w, b: SGD(lambda i: 0.1 * jnp.exp(-i / 10)),
     "mean": lambda w, b: SGD(0.05, loss_reduction="mean"),
     "clipnorm": lambda w, b: SGD(0.05, clipnorm=0.5),
     "clipvalue": lambda w, b: SGD(0.05, clipvalue=0.1),

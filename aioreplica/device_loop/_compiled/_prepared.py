@@ -120,8 +120,9 @@ def prepared_for(
     optimizer: Optimizer, multipliers: Sequence[float], iteration: int
 ) -> list[Prepared]:
     """Call `prepare` for each multiplier of the learning rate at an iteration; on the host."""
-    rate = learning_rate_at(optimizer.settings.learning_rate, iteration)
-    return [taken_apart(optimizer.prepare(rate * each, iteration)) for each in multipliers]
+    with jax.ensure_compile_time_eval():  # a schedule may be one of jax, and a step be recorded
+        rate = learning_rate_at(optimizer.settings.learning_rate, iteration)
+        return [taken_apart(optimizer.prepare(rate * each, iteration)) for each in multipliers]
 
 
 def columns_for(
