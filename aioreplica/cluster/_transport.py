@@ -297,16 +297,26 @@ class Link:
         if visit.timeout is not None and now > visit.tell_at + QUIET_S:
             # This process was stopped itself: let the others speak.
             visit.start = max(visit.start, now + 2 * visit.beat_s - visit.timeout)
-        if now >= visit.tell_at:
+        if now >= visit.tell_at or self._is_waited_for(visit):
             visit.tell_at = now + visit.beat_s
             visit.is_told = True
             self._say(visit, WAITING, now)
         if now >= visit.warn_at:
             visit.warn_at = math.inf
             self._warn(visit, now)
-        if visit.timeout is not None and now >= visit.start + visit.timeout:
+        # Who came in time has said so a beat later.
+        if visit.timeout is not None and now >= visit.start + visit.timeout + visit.beat_s:
             self.look_for_gone(visit, at_once=True)
             self.end(self._stalled(visit, visit.timeout, monotonic()))
+
+    def _is_waited_for(self, visit: Visit) -> bool:
+        """Tell whether others have said that they wait in the call, and this worker has not."""
+        group, words = visit.group, self._words_of
+        return not visit.is_told and any(
+            (word := words.get((group.name, member))) is not None
+            and (word.kind, word.number) == (WAITING, visit.call.number)
+            for member in group.ranks
+        )
 
     def _say(self, visit: Visit, kind: str, now: float) -> None:
         own, call = self.transport.rank, visit.call

@@ -179,6 +179,24 @@ async def test_a_stall_names_the_missing_workers(now: list[float]) -> None:
     await asyncio.gather(*(each.aclose() for each in group))
 
 
+async def test_a_stall_does_not_name_a_worker_that_came_just_before_it(now: list[float]) -> None:
+    """It had not said so yet, and was killed by the others as one that hangs."""
+    wires = Wires(3)
+    first, second, _ = group = ThreadCommunicator.group(3, timeout=60.0, wires=wires)
+    early = first.all_reduce(1)
+    await until(lambda: wires.num_looks[0] > 0)
+    for now[0] in (1.0, 3.0, 58.0, 59.0, 59.9):
+        await heard(now, wires, 0)
+    late = second.all_reduce(1)
+    now[0] = 60.2
+    await heard(now, wires, 0, 1)
+    now[0] = 60.6
+    for error in await stalls(early, late):
+        assert error.ranks == (2,)
+        assert "Worker 2 did not come to all_reduce #0 within 60 s" in str(error)
+    await asyncio.gather(*(each.aclose() for each in group))
+
+
 async def test_a_stall_names_the_worker_that_has_stopped_inside_the_call(now: list[float]) -> None:
     """It said that it waits there, as all did; then it says nothing any more."""
     wires, wakes, stops = Wires(3), threading.Event(), threading.Event()
