@@ -469,29 +469,36 @@ class OpenTurn:
 
 async def take_leave(workers: Workers) -> None:
     """Let the operations before end, and say goodbye; others may be late, or gone."""
-    last = workers.before()
-    if last is not None:
-        await last.over()
     communicator = workers._communicator
-    if workers._broken is not None or communicator is None:
-        return
-    limit_s = communicator.timeout or CLOSING_S
+    limit_s = (None if communicator is None else communicator.timeout) or CLOSING_S
     late = TimeoutError(
         f"The other workers did not come to close their strategies within {limit_s:g} s. If they "
         "have steps left that this one has no part in, let all meet behind them, or set a timeout "
         "that is longer."
     )
-    timer = asyncio.get_running_loop().call_later(limit_s, workers.break_off, late)
-    run = WorkersRun(workers, "-", None)
+    run, is_alone = WorkersRun(workers, "-", None), False
+
+    def give_up() -> None:
+        nonlocal is_alone
+        is_alone = True
+        workers.break_off(late)
+
+    timer = asyncio.get_running_loop().call_later(limit_s, give_up)
     try:
-        left_by = workers.left_by
-        workers.groups.leave(communicator, "" if left_by is None else cause_of(left_by))
-        await workers.groups.over()
-        await workers.groups.aclose()  # who waits for this worker in one is told now
-        is_over = await run.leave(workers.left_by).over()
+        last = workers.before()
+        if last is not None:
+            await last.over()
+        communicator = workers._communicator
+        if workers._broken is None and communicator is not None:
+            left_by = workers.left_by
+            workers.groups.leave(communicator, "" if left_by is None else cause_of(left_by))
+            await workers.groups.over()
+            await workers.groups.aclose()  # who waits for this worker in one is told now
+            is_over = await run.leave(left_by).over()
+            is_alone |= is_over and run.ended_by is None  # no frame of the others has ended it
     finally:
         timer.cancel()
-    if is_over and run.ended_by is None:  # no frame of the others has ended it
+    if is_alone:
         text = f"{workers.label} of worker {workers.rank} was closed without the others"
         LOGGER.warning("%s: %s", text, workers._broken)
 
@@ -550,13 +557,13 @@ async def aggregated(
     """Combine components in an operation, in whose turn they are taken; see `Workers.aggregate`."""
     is_mean = aggregation is VariableAggregation.MEAN
     op = ReduceOp.MEAN if is_mean else ReduceOp.SUM
-    is_sum = aggregation is not VariableAggregation.ONLY_FIRST_REPLICA
     async with operation() as turn:
         arrays = take()
-        rows, halves = widen_halves(op, [[array] for array in arrays] if is_sum else [arrays[:1]])
-        value = aggregate(aggregation, [array for [array] in rows])
-        if is_sum:
+        if aggregation is not VariableAggregation.ONLY_FIRST_REPLICA:
+            rows, halves = widen_halves(op, [[array] for array in arrays])
+            value = aggregate(aggregation, [array for [array] in rows])
             return (await reduce_across(turn, op, [value], halves=halves))[0]
+        value = aggregate(aggregation, arrays[:1])
         if isinstance(value, IndexedSlices):  # each brings other rows: those of one count
             nothing = IndexedSlices(value.values[:0], value.indices[:0], value.dense_shape)
             brought = value if turn.rank == 0 else nothing

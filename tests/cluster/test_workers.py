@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from aioreplica.cluster import _run
 from aioreplica.collectives import no_data
 from aioreplica.errors import ContextError
 from aioreplica.strategies import MultiWorkerMirroredStrategy
@@ -49,6 +50,33 @@ async def test_closing_leaves_no_timer_that_would_break_what_is_opened_again() -
         assert [timer for timer in loop._scheduled if not timer.cancelled()] == []
 
     await on_workers(1, 1, program)
+
+
+@pytest.mark.asyncio
+async def test_closing_waits_no_longer_for_what_was_begun_before_than_for_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_run, "CLOSING_S", 1e-3)
+    is_closed = asyncio.Event()
+
+    async def program(strategy: MultiWorkerMirroredStrategy) -> None:
+        workers = strategy._runtime.workers
+        async with workers.operation("meet", "") as turn:
+            await turn.exchange(b"", no_data)
+        if workers.rank:  # computes for long
+            await is_closed.wait()
+            return
+        async with workers.operation("meet again", "") as turn:
+            turn.exchange(b"", no_data).cancel()
+        await strategy.aclose()
+        is_closed.set()
+
+    await on_workers(2, 1, program)
+
+    text = (
+        "worker 0 was closed without the others: Worker 0 ended the group: worker 0: TimeoutError"
+    )
+    assert any(text in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.asyncio

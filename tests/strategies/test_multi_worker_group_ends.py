@@ -13,6 +13,7 @@ from aioreplica.cluster import LocalCommunicator, _run
 from aioreplica.devices import lane_table
 from aioreplica.errors import ContextError, StallError, WorkerLostError
 from aioreplica.strategies import MultiWorkerMirroredStrategy as Strategy
+from tests.sequencer import idle
 from tests.strategies.workers import on_workers, outcomes, strategies
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_task_left")]
@@ -129,6 +130,7 @@ async def test_who_closes_and_waits_too_long_for_the_last_step_of_others_says_wh
         await me().barrier()
         if rank != 2:
             await is_over.wait()
+            await idle()  # until the end of the group has come here
             await me().group([0, 1]).all_reduce("sum", 1)
 
     async def program(strategy: Strategy) -> None:

@@ -175,6 +175,24 @@ async def test_the_table_of_equal_sums(dtype: str, op: str) -> None:
     assert set(await reduced((2, 2), op, exact)) == set(await reduced(None, op, exact))
 
 
+@pytest.mark.parametrize("aggregation", [*ar.VariableAggregation][1:])
+async def test_on_read_variables_of_half_precision_stay_so(
+    aggregation: ar.VariableAggregation,
+) -> None:
+    async def program(strategy: ar.Strategy) -> Any:
+        with strategy.scope():
+            v = ar.Variable(
+                np.float16([1, 2]), aggregation=aggregation,
+                synchronization=ar.VariableSynchronization.ON_READ,
+            )  # fmt: skip
+        value = await strategy.extended.read_var(v)
+        assert value.dtype == np.float16
+        return value.tolist()
+
+    first, second = await on_workers(2, 1, program)
+    assert first == second == ([2, 4] if aggregation.name == "SUM" else [1, 2])
+
+
 @pytest.mark.parametrize("division", DIVISIONS)
 async def test_half_precision_is_rounded_once_over_all_workers(division: tuple[int, int]) -> None:
     """In between it is float32: no overflow that the end has not, and no second rounding."""
