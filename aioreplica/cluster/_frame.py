@@ -65,7 +65,8 @@ class Frame(NamedTuple):
     Attributes:
         kind: What it has come for.
         run: Number of the run, from 0.
-        function: Name of the step function.
+        function: Name of the step function, to be shown: long ones arrive cut, so their hash is
+            part of the digest.
         sequence: Number of the collective in the run.
         stage: Which exchange of that collective; of a failure of which another worker has told in
             an alarm, the rank of that one, from 1.

@@ -159,7 +159,7 @@ class WorkersRun:
     def _reduce(self, call: ReplicaCall, collective: Reducing, summands: Summands) -> Pending:
         """Reduce over all workers, with the reductions that were started just before if it can."""
         name, signature = collective.name, collective.signature(call)
-        digest = digest_of(name, signature, summands.layout)
+        digest = digest_of(name, signature, summands.layout, self.function)
         of_it = FrameKind.COLLECTIVE, 0, self.function, call.sequence, 0, digest, summands.slot
         part: Part = tuple.__new__(Frame, of_it), summands, call  # as `Frame(*of_it)`, quicker
         if self._newest is not None:
@@ -395,7 +395,7 @@ class OpenTurn:
         name = f"{what} in {self._what}" if what else self._what
         signature = f"{signature} {self._signature}" if signature else self._signature
         stage, self._stage = self._stage, self._stage + 1
-        digest = digest_of(name, signature, layout)
+        digest = digest_of(name, signature, layout, run.function)
         frame = Frame(
             FrameKind.COLLECTIVE, run.number or 0, run.function, self._sequence, stage, digest, slot
         )

@@ -220,19 +220,26 @@ async def test_values_that_differ_are_shown(values: tuple[Any, Any], shown: str)
         assert shown in result.reason
 
 
-async def test_different_functions_and_runs_are_named() -> None:
-    async def first() -> Any:
-        return await meet()
+@pytest.mark.parametrize("prefix", ["", "a_long_name_" * 8], ids=["short", "long"])
+@pytest.mark.parametrize("is_gather", [False, True])
+async def test_different_functions_and_runs_are_named(prefix: str, is_gather: bool) -> None:
+    """However long their names are: with 64 characters in common they were reduced together."""
 
-    async def second() -> Any:
-        return await meet()
+    def named(name: str) -> Any:
+        async def step() -> Any:
+            return await (me().all_gather(np.ones(1), axis=0) if is_gather else meet())
 
+        step.__qualname__ = prefix + name
+        return step
+
+    first, second = named("first"), named("second")
+    what = "all_gather #1" if is_gather else "all_reduce #1 (SUM)"
     results = await outcomes(strategies(2, 1), [lambda s: s.run(first), lambda s: s.run(second)])
 
     for result in results:
         assert isinstance(result, MergeMismatchError)
-        assert "first) but worker 1 is in all_reduce #1 (SUM) of run 0" in result.reason
-        assert "second)" in result.reason
+        assert f"{prefix}first) but worker 1 is in {what}" in result.reason
+        assert f"of run 0 ({prefix}second)" in result.reason
 
 
 async def test_a_worker_that_ends_its_step_early_is_found_by_its_next_frame() -> None:
