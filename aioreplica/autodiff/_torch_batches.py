@@ -6,6 +6,7 @@ replica that left the loop, or computes another number of steps, is found there.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import zlib
 from collections.abc import Iterator, Sequence, Sized
@@ -20,7 +21,7 @@ from ..context import PLACE
 from ..errors import ContextError
 from ..input import split_sizes
 from ..replica import BlockingCollectives, RunningReplica
-from ..tree import Tree, flatten, unflatten
+from ..tree import Tree, flatten, paths, unflatten
 from ..values import new_per_replica
 
 if TYPE_CHECKING:
@@ -73,13 +74,19 @@ class Batches:
         if blocking.num_replicas_in_sync == 1:
             yield from self._loader
             return
+        if asyncio._get_running_loop() is not None:
+            raise ContextError(
+                "Batches of ar.prepare were read in an `async def` step, whose event loop would "
+                "wait for the other replicas. Make the function that strategy.run is given a plain "
+                "one; it runs on a thread of its own."
+            )
         averaging = self._averaging
         averaging.begin_epoch()
         averaging.saw(_num_batches(self._loader))
-        averaging.check_in_sync(replica, "beginning")
+        has_workers = blocking.num_replicas_in_sync > self._num_local
+        averaging.check_in_sync(replica, "beginning", takes_first_values=has_workers)
         reads_here = replica.local_replica_id == 0
         first = replica.replica_id_in_sync_group - replica.local_replica_id
-        has_workers = blocking.num_replicas_in_sync > self._num_local
         local: BlockingCollectives = blocking
         if has_workers:
             self._draw_as_worker_0(blocking, is_reader=reads_here)
@@ -176,12 +183,13 @@ def split(batch: object, num_replicas: int) -> list[Tree]:
     """
     found, spec = flatten(batch)
     lengths = set()
-    for leaf in found:
+    for i, leaf in enumerate(found):
         if not isinstance(leaf, (torch.Tensor, np.ndarray)) or leaf.ndim == 0:
             raise TypeError(
                 f"A batch of ar.prepare is split over {num_replicas} replicas, but holds a "
-                f"{type(leaf).__name__} without a leading axis, {leaf!r:.80}. Have the loader's "
-                "collate_fn give tensors or arrays whose first axis counts the examples."
+                f"{type(leaf).__name__} without a leading axis at {paths(batch)[i] or 'its root'}, "
+                f"{leaf!r:.80}. Have the loader's collate_fn give tensors or arrays whose first "
+                "axis counts the examples; of lists, every element would have one."
             )
         lengths.add(leaf.shape[0])
     if len(lengths) != 1:

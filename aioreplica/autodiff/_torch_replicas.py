@@ -65,6 +65,7 @@ class Averaging:
         self._inner: Callable[..., Any] | None = None
         self._entered: list[AbstractContextManager[object]] = []
         self._backward = -1
+        self._has_begun = False  # an epoch, with the values of replica 0
         self._seen = 0
         self._handles: list[Any] = []
 
@@ -219,8 +220,26 @@ class Averaging:
         """Forget what was read, which a run that was cancelled has not compared."""
         self._seen = 0
 
-    def check_in_sync(self, replica: RunningReplica, when: str) -> None:
+    def _take_first_values(self, replica: RunningReplica) -> None:
+        """Take the parameters and buffers of replica 0, as DDP does when it is made."""
+        assert self.module is not None
+        is_first = replica.replica_id_in_sync_group == 0
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        own = [_summand(tensor, tensor if is_first else None) for tensor in tensors]
+        states = replica.blocking.reduce_as("beginning of an epoch", own, _users_frame())
+        for tensor, state in zip(tensors, states, strict=True):
+            _put(tensor, state)  # on replica 0, too: a sum with zeros has no -0.0
+        self._has_begun = True
+
+    def check_in_sync(
+        self, replica: RunningReplica, when: str, *, takes_first_values: bool = False
+    ) -> None:
         """Compare the parameters of all replicas, and what they have read; a collective.
+
+        Args:
+            replica: Whose module it is.
+            when: Of an epoch: its beginning, or its end.
+            takes_first_values: Take those of replica 0 instead, if it is the first epoch.
 
         Raises:
             OutOfSyncError: If parameters differ.
@@ -228,7 +247,7 @@ class Averaging:
         """
         assert self.module is not None
         named = list(self.module.named_parameters())
-        own = [self._seen, *(_checksum(parameter) for _, parameter in named)]
+        own = [self._seen, self._has_begun, *(_checksum(parameter) for _, parameter in named)]
         blocking = replica.blocking
         table = np.zeros((blocking.num_replicas_in_sync, len(own)), np.int64)
         table[replica.replica_id_in_sync_group] = own
@@ -236,7 +255,10 @@ class Averaging:
         if (table[:, 0] != table[0, 0]).any():
             raise ValueError(_BATCHES_DIFFER)
         self._seen = 0
-        differs = np.argwhere(table[:, 1:] != table[0, 1:])
+        if takes_first_values and not table[:, 1].all():  # it is one for all if it is for any
+            self._take_first_values(replica)
+            return
+        differs = np.argwhere(table[:, 2:] != table[0, 2:])
         if len(differs):
             replica_id, index = map(int, differs[0])
             name = named[index][0]
