@@ -287,6 +287,7 @@ class Visit:
             is_over = self._goes_on(looks)
         except BaseException as error:  # noqa: BLE001 - ends the group
             self._error, is_over = error, True
+            self._link.hold(self._begun)  # an attempt, which may be under way
         if is_over and self._link.ended is not None:  # who waits knows it first
             self._link.poller.call_afterwards(self._link.give_up_quietly)
         return is_over

@@ -14,9 +14,10 @@ import ctypes
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from threading import Lock
 from time import sleep
@@ -91,7 +92,9 @@ class MpiCommunicator(EngineCommunicator):
         runtime = REGISTRY.once("mpi", MpiRuntime)
         runtime.check_process()
         transport = await runtime.run("start MPI", timeout, runtime.new_transport)
-        made = cls(Link(transport, runtime.poller), tuple(range(transport.size)), timeout)
+        made = cls(
+            Link(transport, runtime.poller, runtime.held), tuple(range(transport.size)), timeout
+        )
         made.is_new = runtime.was_added
         return made
 
@@ -113,7 +116,7 @@ class MpiCommunicator(EngineCommunicator):
         except WorkerLostError as error:
             self._end_all(Failure(LOST, str(error), error.ranks))
             raise
-        link = Link(resized, runtime.poller)
+        link = Link(resized, runtime.poller, runtime.held)
         return MpiCommunicator(link, tuple(range(resized.size)), self.timeout)
 
 
@@ -124,12 +127,14 @@ class MpiRuntime:
     Attributes:
         poller: Makes the calls of MPI; the event loop's thread does for a moment, with its lock.
         was_added: Whether others have started this process, and wait for it in `grow`.
+        held: Memory of groups that have failed, to which MPI may write as long as it runs.
     """
 
     def __init__(self) -> None:
         self.poller = Poller(Lane("mpi", nice=0), Lock())
         self.mpi: Any = None  # the module; Any: mpi4py is optional
         self.failed = False  # a group has
+        self.held: list[object] = []
         self.was_added = WORKERS_BEFORE in os.environ
         self._has_met = False  # those who have started it
         self._is_waiting = False  # what was begun has not come to its end
@@ -359,10 +364,9 @@ class MpiTransport(Transport):
         if not group.name:
             return poll_of(self._comm.Ibcast(self._of(buffer), root).Test, buffer)
         if group.rank == root:
-            requests = [self._send_to(group, buffer, rank) for rank in group.others]
-        else:
-            requests = [self._receive_from(group, buffer, root)]
-        return self._poll(requests, buffer)
+            requests = (self._send_to(group, buffer, rank) for rank in group.others)
+            return self._poll(requests, buffer)
+        return self._poll([self._receive_from(group, buffer, root)], buffer)
 
     def barrier(self, group: Group) -> Poll:
         if not group.name:
@@ -379,9 +383,9 @@ class MpiTransport(Transport):
     def _exchange(
         self, group: Group, parts: Sequence[Array], rows: Array | Sequence[Array]
     ) -> Poll:
-        requests = [self._receive_from(group, rows[rank], rank) for rank in group.others]
-        requests += [self._send_to(group, parts[rank], rank) for rank in group.others]
-        return self._poll(requests, parts, rows)
+        receives = (self._receive_from(group, rows[rank], rank) for rank in group.others)
+        sends = (self._send_to(group, parts[rank], rank) for rank in group.others)
+        return self._poll(chain(receives, sends), parts, rows)
 
     def _send_to(self, group: Group, array: Array, rank: int) -> object:
         return self._comm.Isend(self._of(array), group.ranks[rank], self._tag_of(group))
@@ -393,9 +397,16 @@ class MpiTransport(Transport):
         """Return that of a group's messages; they arrive in order, in which workers agree."""
         return tag_of(group.name, self._max_tag) if group.name else 0
 
-    def _poll(self, requests: list[Any], *held: Any) -> Poll:
+    def _poll(self, requests: Iterable[object], *held: object) -> Poll:
+        """Begin requests; where one cannot, MPI may still write to the memory of those before."""
+        begun: list[object] = []
+        try:
+            begun.extend(requests)
+        except BaseException:
+            self._runtime.held.append((begun, held))
+            raise
         test = self._mpi.Request.Testall
-        return poll_of(lambda: test(requests), *held)
+        return poll_of(lambda: test(begun), *held)
 
     def _of(self, array: Array) -> object:
         return [array, self._mpi.BYTE]
@@ -467,6 +478,8 @@ class MpiTransport(Transport):
 
     def end(self) -> None:
         self._runtime.failed = True
+        if self not in self._runtime.held:  # notes may still come
+            self._runtime.held.append(self)
 
     def close(self) -> Poll:
         self._receive.Cancel()

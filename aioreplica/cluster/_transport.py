@@ -212,6 +212,7 @@ class Link:
     Args:
         transport: Moves the bytes.
         poller: Performs the calls, with those of other groups.
+        held: Takes the memory that an engine may use after its group has ended.
 
     Attributes:
         transport: The same.
@@ -220,7 +221,9 @@ class Link:
         members: The communicators that use it.
     """
 
-    def __init__(self, transport: Transport, poller: Poller) -> None:
+    def __init__(
+        self, transport: Transport, poller: Poller, held: list[object] | None = None
+    ) -> None:
         self.transport = transport
         self.poller = poller
         self.ended: Failure | None = None
@@ -230,7 +233,7 @@ class Link:
         self._left: dict[tuple[str, int], int] = {}
         self._words: dict[int, tuple[float, Note]] = {}  # the newest of each worker, and since when
         self._words_of: dict[tuple[str, int], Note] = {}  # likewise, in each group
-        self._held: list[object] = []
+        self._held: list[object] = [] if held is None else held
         self._patience_s = PATIENCE_S
 
     def completions(self) -> CompletionQueue:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from aioreplica.cluster import _processes
+from aioreplica.cluster import _processes, _transport
 from aioreplica.cluster._communicator import ENDED, LOST
 from aioreplica.cluster._mpi import ULFM_VARIABLE, MpiRuntime, MpiTransport, tag_of
 from aioreplica.cluster._processes import this_process
@@ -87,6 +90,55 @@ def test_notes_are_held_until_they_are_sent_and_no_longer() -> None:
     assert len(sent) == 10
     assert len(transport._sent) == 6  # all to worker 0, who takes none, and the newest to worker 2
     assert not transport._runtime.failed
+
+
+class Posted:
+    """A communicator of MPI that begins so many requests, and no more."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.memory: list[weakref.ref[Any]] = []
+
+    def begin(self, what: Any, _rank: int, _tag: int) -> object:
+        if len(self.memory) == self.most:
+            raise MpiError("PROC_FAILED")
+        array = what[0]
+        self.memory.append(weakref.ref(array if array.base is None else array.base))
+        return object()
+
+    Isend = Irecv = begin
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+@pytest.mark.parametrize("name", ["", "/0,1,2.0"])
+def test_memory_is_held_where_only_some_requests_could_be_begun(name: str, most: int) -> None:
+    """MPI wrote to that of receives when it was used for something else."""
+    transport = transport_that_lost(2)
+    transport.size, transport._max_tag = 3, 1000
+    transport._mpi.BYTE, transport._runtime = None, MpiRuntime()
+    group = _transport.Group(1, (0, 1, 2), name)
+
+    def gather() -> None:
+        transport.all_gather(group, np.ones(8, np.uint8), np.empty(24, np.uint8))
+
+    def swap() -> None:
+        sends = list(np.ones((3, 8), np.uint8))
+        transport.all_to_all(group, sends, np.empty(24, np.uint8), [8] * 3)
+
+    for exchange in (gather, swap):
+        transport._comm = Posted(most)
+        with pytest.raises(MpiError):
+            exchange()
+        gc.collect()
+        assert [each() is not None for each in transport._comm.memory] == [True] * most
+
+
+def test_a_group_that_has_failed_is_held_as_notes_may_still_come() -> None:
+    transport = transport_that_lost(2)
+    transport._runtime = runtime = MpiRuntime()
+    transport.end()
+    transport.end()
+    assert runtime.held == [transport]
 
 
 def test_tags_of_groups_differ_and_fit() -> None:

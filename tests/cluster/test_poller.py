@@ -17,7 +17,8 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.cluster import Communicator, LocalCommunicator, _engine, _poller, _transport
-from aioreplica.cluster._communicator import AGREE, NOTHING, Call
+from aioreplica.cluster._communicator import AGREE, ENDED, NOTHING, Call, Failure
+from aioreplica.cluster._engine import Visit
 from aioreplica.cluster._torch import TorchTransport
 from aioreplica.cluster._transport import PASSED, WAITING, Note
 from aioreplica.devices import CompletionQueue, Lane, Op
@@ -261,6 +262,19 @@ async def test_the_lane_keeps_no_context_of_a_call_that_is_over() -> None:
     assert not waits.done()
     await asyncio.gather(waits, hanging[1].barrier())
     await close(working, hanging)
+
+
+async def test_what_an_attempt_has_begun_is_held_if_the_group_ends_before_the_lane_goes_on() -> (
+    None
+):
+    group = ThreadCommunicator.group(2, timeout=60.0, is_attempted=True)
+    link = group[0].link
+    visit = Visit(group[0], Call(AGREE, np.ones(3), ReduceOp.SUM, agrees=lambda _rows: True))
+    assert not visit.attempt(0.0)
+    link.ended = Failure(ENDED, "enough")
+    assert visit.advance(False)
+    assert any(each is visit._begun for each in link._held)
+    await asyncio.gather(*(each.aclose() for each in group))
 
 
 async def test_who_waits_in_two_groups_is_missed_in_neither(
