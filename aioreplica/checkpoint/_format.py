@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from ..errors import CheckpointError
-from ..tree import DType
+from ..tree import DType, encode
 from ..values import Ranges
 
 FORMAT = "aioreplica.checkpoint"
@@ -529,3 +529,22 @@ def _apply(matrix: tuple[int, ...], vector: int) -> int:
             total ^= column
         vector >>= 1
     return total
+
+
+@final
+class StoredArray(NamedTuple):
+    """Place of an array in plain data."""
+
+    number: int
+    is_scalar: bool
+
+
+def encoded(copied: object) -> object:
+    """Return a copy of plain data as JSON has it."""
+    return encode(copied, _encoded_leaf)
+
+
+def _encoded_leaf(stored: StoredArray | np.generic) -> object:
+    if isinstance(stored, np.generic):
+        return encode(stored.item(), _encoded_leaf)
+    return {"$scalar" if stored.is_scalar else "$tensor": stored.number}

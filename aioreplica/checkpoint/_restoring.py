@@ -27,7 +27,17 @@ from ._reading import (
     no_step_error,
 )
 from ._retry import new_stop
-from ._state import Deferring, DescribedState, Entry, State, dtype_name, read_state
+from ._state import (
+    NUMBERS,
+    SCALARS,
+    Deferring,
+    DescribedState,
+    Entry,
+    State,
+    below,
+    dtype_name,
+    read_state,
+)
 from ._storage import Storage
 from ._tensors import read_tensors
 
@@ -115,6 +125,7 @@ async def _restore_from(
     if isinstance(state, DescribedState) and state.adapt is not None:
         manifest, added = state.adapt(manifest)
     found = read_state(state)
+    manifest = _gathered(found, manifest)
     plan = make_plan(found, manifest, partial=is_partial, added=added)
     ranges = plan.ranges()
     read = bound(read_tensors, storage, manifest, plan.keys, ranges)
@@ -220,6 +231,43 @@ def relabelled(manifest: Manifest, now: Callable[[str], str | None]) -> Manifest
     return replace(manifest, entries=entries)
 
 
+def _gathered(state: State, manifest: Manifest) -> Manifest:
+    """Return a manifest in which each list or dict of scalars of NumPy is one value.
+
+    Releases up to 0.1.0 saved each of the scalars as an array.
+    """
+    entries = dict(manifest.entries)
+    for key, entry in state.entries.items():
+        if key not in entries and entry.composite is None and type(entry.thing) in {list, dict}:
+            own = {each: entries[each] for each in entries if each.startswith(f"{key}/")}
+            record = _gathered_value(key, entry.thing, own)
+            if record is not None:
+                entries = {each: entries[each] for each in entries if each not in own}
+                entries[key] = record
+    return replace(manifest, entries=entries)
+
+
+def _gathered_value(
+    key: str, thing: Collection[object], own: Mapping[str, EntryRecord]
+) -> EntryRecord | None:
+    """Return the records of what is in a container as one; None if it is not numbers alone."""
+    names = thing if isinstance(thing, dict) else range(len(own))
+    records = [own.get(below(key, str(name)), EntryRecord("")) for name in names]
+    scalars = [each for each in records if each.kind == "array" and each.shape == ()]
+    num_plain = sum(each.kind == "value" and not each.tensors for each in records)
+    if not scalars or not len(scalars) + num_plain == len(records) == len(own):
+        return None
+    numbers = iter(range(len(scalars)))
+    values: Any = [
+        each.value if each.kind == "value" else {"$scalar": next(numbers)} for each in records
+    ]
+    if isinstance(thing, dict):
+        values = {"$items": [list(pair) for pair in zip(names, values, strict=True)]}
+    tensors = tuple(each.tensors[0] for each in scalars)
+    forms = tuple((each.shape, each.dtype) for each in scalars)
+    return EntryRecord("value", value=values, tensors=tensors, forms=forms)
+
+
 def make_plan(
     state: State, manifest: Manifest, *, partial: bool, added: Collection[str] = ()
 ) -> Plan:
@@ -311,6 +359,8 @@ def _listed(found: Sequence[str]) -> str:
 def _problems(entry: Entry, record: EntryRecord) -> list[str]:
     """Say what of an entry does not fit."""
     thing, key = entry.thing, entry.key
+    if _is_number_for(thing, record):
+        return []
     if isinstance(thing, Variable):
         expected, kind = (thing.shape, dtype_name(thing.dtype, key)), "variable"
     elif isinstance(thing, (np.ndarray, np.generic)):
@@ -327,6 +377,26 @@ def _problems(entry: Entry, record: EntryRecord) -> list[str]:
         saved = record.value.get("bit_generator") if isinstance(record.value, dict) else None
         return [] if mine == saved else [f"{key!r} is a generator of {mine} here, {saved} there"]
     return []
+
+
+def _is_number_for(thing: object, record: EntryRecord) -> bool:
+    """Tell whether a scalar was saved for a plain number, or a number that a scalar can be."""
+    if record.kind == "value" and isinstance(thing, np.generic) and not record.tensors:
+        return _as_scalar(thing, value_of("", record, ())) is not None
+    is_number = type(thing) in NUMBERS and record.kind == "array" and record.shape == ()
+    return is_number and dtype_of(record.dtype).type in SCALARS
+
+
+def _as_scalar(like: np.generic, value: object) -> np.generic | None:
+    """Return a number in the dtype of a scalar; None if that would be another number."""
+    if type(value) not in {int, float, bool} or type(like) not in SCALARS:
+        return None
+    try:
+        with np.errstate(all="ignore"):
+            made: np.generic = like.dtype.type(value)
+    except (OverflowError, ValueError):
+        return None
+    return made if isinstance(made, np.floating) or made == value else None
 
 
 # ---- variables ---------------------------------------------------------------------------
@@ -501,7 +571,11 @@ def _put(entry: Entry, value: Tree, undo: Callable[..., object]) -> None:
         _fill_dict(thing, value)
     elif entry.container is not None:
         undo(_set_item, entry.container, entry.index, thing)
-        entry.container[entry.index] = value[()] if isinstance(thing, np.generic) else value
+        if isinstance(thing, np.generic):
+            value = value[()] if isinstance(value, np.ndarray) else _as_scalar(thing, value)
+        elif type(thing) in NUMBERS and isinstance(value, np.ndarray):
+            value = value.item()
+        entry.container[entry.index] = value
     elif isinstance(thing, Stateful):
         undo(thing.load_state_dict, copy.deepcopy(thing.state_dict()))
         thing.load_state_dict(value)

@@ -24,9 +24,9 @@ import numpy as np
 from ..context import PLACE
 from ..errors import ContextError
 from ..input import Stateful
-from ..tree import Array, DType, Tree, encode
+from ..tree import Array, DType, Tree
 from ..values import Division, Ranges, StepGate, Variable, between_steps, take_snapshot
-from ._format import STORED_AS, EntryRecord, Manifest, TensorRecord
+from ._format import STORED_AS, EntryRecord, Manifest, StoredArray, TensorRecord, encoded
 
 MAX_VALUES = 250_000
 """All plain data of a state have at most so many values: copying them holds the loop for 10 ms."""
@@ -38,6 +38,10 @@ TEXT_CHARS = 64
 NUMBERS = frozenset({int, float, bool, type(None)})
 TEXTS = frozenset({str, bytes})
 PLAIN = NUMBERS | TEXTS
+SCALARS = frozenset(np.dtype(code).type for code in "?bBhHiIlLqQefd")
+"""Those of NumPy that are numbers of plain data, as which they are written."""
+_WITH_SCALARS = NUMBERS | SCALARS
+_IN_CONTAINERS = PLAIN | SCALARS
 _NAMES = frozenset({str, int})
 _IN_A_TUPLE = (
     "{!r} in the state is {!r} in a tuple, where a restore could not put another value. Use a list "
@@ -221,7 +225,7 @@ def read_state(state: object) -> State:
         for (owner, name), thing in composite.checkpoint_entries().items():
             if owner is None:
                 found.add(
-                    Entry(_below(key, name), thing, composite=composite, part=name, object=key)
+                    Entry(below(key, name), thing, composite=composite, part=name, object=key)
                 )
             else:
                 owned.append((key, composite, owner, name, thing))
@@ -229,7 +233,7 @@ def read_state(state: object) -> State:
     keys = {id(variable): key for key, variable in reversed(owners.items())}
     for key, composite, owner, name, thing in owned:
         owner_key = keys.get(id(owner), owner.name)
-        own_key = f"{_below(key, 'slots')}/{owner_key}/{name}"
+        own_key = f"{below(key, 'slots')}/{owner_key}/{name}"
         found.add(Entry(own_key, thing, None, None, composite, owner, name, key, owner_key))
     return found
 
@@ -237,7 +241,7 @@ def read_state(state: object) -> State:
 def _walk(found: State, key: str, node: object, container: object, index: object) -> None:
     if is_variable(node):
         found.add(Entry(key, node))
-    elif key and is_plain(node):
+    elif key and is_plain(node) and not isinstance(node, np.generic):
         if container is None and not isinstance(node, (list, dict)):
             raise TypeError(_IN_A_TUPLE.format(key, node))
         if type(node) not in PLAIN:  # a container, which may hold something else one day
@@ -256,12 +260,12 @@ def _walk(found: State, key: str, node: object, container: object, index: object
                     f"The state has the key {name!r} in {key or 'its root'!r}. Keys are str or int."
                 )
             own: object = node if isinstance(node, MutableMapping) else None
-            _walk(found, _below(key, str(name)), child, own, name)
+            _walk(found, below(key, str(name)), child, own, name)
     elif isinstance(node, (list, tuple)):
         found.opened.append((node, _look_at_items))
         for number, child in enumerate(node):
             own = node if isinstance(node, MutableSequence) else None
-            _walk(found, _below(key, str(number)), child, own, number)
+            _walk(found, below(key, str(number)), child, own, number)
     elif isinstance(node, HasParts):
         found.opened.append((node, _look_at_parts))
         found.composites[key] = node.checkpoint_parts
@@ -270,7 +274,7 @@ def _walk(found: State, key: str, node: object, container: object, index: object
     elif isinstance(node, HasVariables):
         found.opened.append((node, _look_at_variables))
         for number, variable in enumerate(node.variables):
-            found.add(Entry(_below(key, str(number)), variable))
+            found.add(Entry(below(key, str(number)), variable))
     elif isinstance(node, Stateful):
         found.add(Entry(key, node))
     else:
@@ -320,13 +324,13 @@ def is_variable(node: object) -> TypeGuard[Variable]:
 def is_plain(node: Any) -> bool:
     """Tell whether it is plain data through and through: one value of a state, which may grow."""
     if type(node) in {list, tuple}:
-        return PLAIN.issuperset(map(type, node)) or all(map(is_plain, node))
+        return _IN_CONTAINERS.issuperset(map(type, node)) or all(map(is_plain, node))
     if type(node) is dict:
         return _NAMES.issuperset(map(type, node)) and is_plain([*node.values()])
-    return type(node) in PLAIN
+    return type(node) in _IN_CONTAINERS
 
 
-def _below(key: str, name: str) -> str:
+def below(key: str, name: str) -> str:
     if "%" in name or "/" in name:
         name = name.replace("%", "%25").replace("/", "%2F")
     return f"{key}/{name}" if key else name
@@ -492,6 +496,8 @@ def look(found: State) -> Cut:
             arrays[key] = [frozen(entry.thing)]
         else:
             arrays[key] = []
+            is_own = entry.composite is None and type(entry.thing) in {list, tuple, dict}
+            copies.numbers = _WITH_SCALARS if is_own else NUMBERS
             values[key] = copies.take(_plain_state(entry.thing), key, arrays[key])
     next_steps = tuple([gate.next_step for gate in found.gates])
     return Cut(next_steps, found.entries, arrays, values)
@@ -506,21 +512,19 @@ def _plain_state(thing: object) -> object:
 # ---- plain data: copied at the cut at a bounded cost, encoded on the writer's thread -----------
 
 
-class _Stored(NamedTuple):
-    """Place of an array in plain data."""
-
-    number: int
-    is_scalar: bool
-
-
 @final
 class PlainCopies:
-    """Copies of plain data, of bounded size together."""
+    """Copies of plain data, of bounded size together.
 
-    __slots__ = ("_left",)
+    Attributes:
+        numbers: Types of what is taken as it is; other scalars of NumPy are taken as arrays.
+    """
+
+    __slots__ = ("_left", "numbers")
 
     def __init__(self) -> None:
         self._left = MAX_VALUES
+        self.numbers = NUMBERS
 
     def take(self, value: Any, key: str, arrays: list[Array]) -> Any:
         """Copy plain data; arrays go to `arrays` and leave their number.
@@ -530,7 +534,7 @@ class PlainCopies:
             ValueError: If all together are too many.
         """
         kind = type(value)
-        if kind in NUMBERS:
+        if kind in self.numbers:
             self._spend(1, key)
             return value
         if kind in TEXTS:
@@ -538,13 +542,13 @@ class PlainCopies:
             return value
         if kind is list or kind is tuple:
             self._spend(CONTAINER_VALUES, key)
-            if NUMBERS.issuperset(map(type, value)):
+            if self.numbers.issuperset(map(type, value)):
                 self._spend(len(value), key)
                 return kind(value)
             return kind([self.take(child, key, arrays) for child in value])
         if kind is dict:
             self._spend(CONTAINER_VALUES, key)
-            if NUMBERS.issuperset(map(type, value.values())) and _NAMES.issuperset(
+            if self.numbers.issuperset(map(type, value.values())) and _NAMES.issuperset(
                 map(type, value)
             ):
                 self._spend(2 * len(value), key)
@@ -558,7 +562,7 @@ class PlainCopies:
     def _take_other(self, value: object, key: str, arrays: list[Array]) -> object:
         if isinstance(value, (np.ndarray, np.generic)):
             arrays.append(frozen(value))
-            return _Stored(len(arrays) - 1, isinstance(value, np.generic))
+            return StoredArray(len(arrays) - 1, isinstance(value, np.generic))
         for kind, plain in _KINDS.items():  # what `state_dict` gives may be an OrderedDict
             if isinstance(value, kind):
                 return self.take(plain(value), key, arrays)
@@ -588,12 +592,3 @@ def frozen(array: object) -> Array:
 _KINDS: dict[type[Any], Callable[[Any], Any]] = {
     bytes: bytes, list: list, tuple: tuple, Mapping: dict
 }  # fmt: skip
-
-
-def encoded(copied: object) -> object:
-    """Return a copy of plain data as JSON has it."""
-    return encode(copied, _encoded_array)
-
-
-def _encoded_array(stored: _Stored) -> object:
-    return {"$scalar" if stored.is_scalar else "$tensor": stored.number}

@@ -406,7 +406,7 @@ def read_only() -> Any:
         (lambda: ar.Variable(1.0), ValueError, "A state is a dict or list"),
         (lambda: {"f": open}, TypeError, "'f' in the state is .* cannot be saved"),
         (lambda: {"t": (1, ar.Variable(1.0))}, TypeError, "'t/0' in the state is 1 in a tuple"),
-        (lambda: {"t": (np.float64(1.5), [2])}, TypeError, r"'t/0' .*1\.5\) in a tuple"),
+        (lambda: {"t": (np.float64(1.5), [np.ones(2)])}, TypeError, r"'t/0' .*1\.5\) in a tuple"),
         (lambda: {"t": ([1], read_only())}, TypeError, r"'t/1' .*array\(.* in a tuple"),
         (lambda: {1: ar.Variable(1.0), "1": ar.Variable(1.0)}, ValueError, "are called '1'"),
         (lambda: {"x": np.array(["text"])}, TypeError, "has dtype <U4"),

@@ -12,7 +12,9 @@ import pytest
 
 import aioreplica as ar
 from aioreplica.checkpoint import _format, _state
-from aioreplica.checkpoint._state import MAX_VALUES, PlainCopies, encoded
+from aioreplica.checkpoint._format import encoded
+from aioreplica.checkpoint._state import MAX_VALUES, PlainCopies
+from aioreplica.errors import CheckpointError
 from aioreplica.tree import decode, encode
 
 pytestmark = pytest.mark.asyncio
@@ -118,3 +120,76 @@ async def test_arrays_and_other_containers_of_a_state_dict() -> None:
     )
     with pytest.raises(TypeError, match=r"'k' in the state holds .* which is not plain"):
         PlainCopies().take([object()], "k", [])
+
+
+def scalars() -> list[Any]:
+    kinds = [np.bool_, np.int8, np.uint64, np.int64, np.float16, np.float32, np.float64]
+    return [kind(1) for kind in kinds] + [np.float32(0.1), np.float64("inf"), np.longlong(-3)]
+
+
+async def test_numpy_scalars_in_plain_data_are_numbers(tmp_path: Path) -> None:
+    """As a history of losses: what `run` returns is one, and it grows from an empty list."""
+    saved = {"history": [0.5, *scalars()], "last": {"loss": np.float32(2.5), "at": (np.int64(3),)}}
+    async with ar.CheckpointManager(tmp_path) as manager:
+        await manager.save(1, {**saved, "array": np.zeros(2)})
+        fresh: dict[str, Any] = {"history": [], "last": {}, "array": np.ones(2)}
+        assert await manager.restore(fresh) == 1
+        assert fresh["history"] == [0.5, *[each.item() for each in scalars()]]
+        assert {*map(type, fresh["history"])} == {bool, int, float}
+        assert fresh["last"] == {"loss": 2.5, "at": (3,)}
+        fresh["history"].append(np.float32(7))  # floats and scalars
+        await manager.save(2, fresh)
+        await manager.restore(fresh)
+        assert fresh["history"][-1] == 7.0
+        assert await manager.read(2, "history") == fresh["history"]
+
+
+async def test_scalars_and_plain_numbers_take_each_others_place(tmp_path: Path) -> None:
+    async with ar.CheckpointManager(tmp_path) as manager:
+        for scalar in scalars():
+            await manager.save(1, {"best": scalar})
+            for start in (0.0, 3, False, None):
+                fresh: dict[str, Any] = {"best": start}
+                await manager.restore(fresh)
+                assert fresh["best"] == scalar
+                assert type(fresh["best"]) is type(scalar.item())
+            await manager.save(1, {"best": scalar.item()})
+            fresh = {"best": type(scalar)(0)}
+            await manager.restore(fresh)
+            assert fresh["best"] == scalar
+            assert type(fresh["best"]) is type(scalar)
+
+
+@pytest.mark.parametrize(
+    ("saved", "start"),
+    [
+        (300, np.int8(0)), (-1, np.uint8(0)), (1.5, np.int64(0)), (float("nan"), np.int64(0)),
+        (2, np.bool_(False)), ("1.5", np.float32(0)), (None, np.float64(0)),
+        (1, np.complex64(0)), (np.complex64(1), 1.0), (np.ones(1), 1.0),
+    ],
+)  # fmt: skip
+async def test_a_scalar_takes_no_other_number(saved: Any, start: Any, tmp_path: Path) -> None:
+    async with ar.CheckpointManager(tmp_path) as manager:
+        await manager.save(1, {"best": saved})
+        fresh = {"best": start}
+        with pytest.raises(CheckpointError, match="'best' is a"):
+            await manager.restore(fresh)
+        assert fresh["best"] is start
+
+
+async def test_scalars_that_were_saved_one_by_one_are_put_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 0.1.0 each was an entry of its own, and a longer list could not be restored."""
+    own = [np.float32(0.1), 0.5, np.int64(2), "x"]
+    state = {"history": own, "last": {"loss": np.float32(2.5), "a/b": 1, 3: np.int8(4)}}
+    async with ar.CheckpointManager(tmp_path) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(_state, "_IN_CONTAINERS", _state.PLAIN)
+            await manager.save(1, state)
+        assert "history/0" in {each.key for each in manager.describe(1).entries}
+        fresh: dict[str, Any] = {"history": [], "last": {"loss": 0.0, "a/b": 0, 3: 0}}
+        await manager.restore(fresh)
+        assert fresh == state
+        with pytest.raises(CheckpointError, match="Only in the checkpoint: last/loss"):
+            await manager.restore({"history": [], "last": {}})
