@@ -41,7 +41,8 @@ class Journal:
     SQLite's own backup.
 
     Args:
-        path: An SQLite file, made if it is not there. Beside it are `-wal`, `-shm` and `.lock`.
+        path: An SQLite file, made with its folder if it is not there. Beside it are `-wal`, `-shm`
+            and `.lock`.
         keep_keys_s: How long idempotency keys are remembered, in seconds in which a learner has the
             journal open: no clock of the machine is asked.
         busy_timeout_s: How long to wait for other programs that have locked it.

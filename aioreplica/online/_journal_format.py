@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from ..checkpoint import FileLock
+from ..checkpoint import FileLock, LocalStorage
 from ..errors import AioReplicaError, JournalError
 from ..tree import Tree
 
@@ -298,12 +298,14 @@ def lock_of(path: Path) -> Path:
 
 
 def locked(path: Path) -> FileLock:
-    """Return a lock beside the journal.
+    """Return a lock beside the journal, in a folder that is made if it is missing.
 
     Raises:
         JournalError: If a learner has it, or it cannot be made.
     """
     try:
+        if not path.parent.is_dir():
+            LocalStorage(path.parent).make_folder("")
         return FileLock(lock_of(path))
     except BlockingIOError as error:
         raise JournalError(
@@ -312,6 +314,6 @@ def locked(path: Path) -> FileLock:
         ) from None
     except OSError as error:
         raise JournalError(
-            f"The journal {path} cannot be opened: {error}. Make its folder, let the process write "
-            "there, or put it on a local disk with room."
+            f"The journal {path} cannot be opened: {error}. Let the process write into its "
+            "folder, or put it on a local disk with room."
         ) from error

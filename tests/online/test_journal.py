@@ -208,6 +208,15 @@ async def test_a_journal_that_does_not_belong_to_the_checkpoint_is_refused(folde
 
 
 @pytest.mark.asyncio
+async def test_the_folder_of_a_journal_is_made(folder: Path) -> None:
+    """As that of checkpoints, which stands beside it in the programs of the pages."""
+    journal = folder / "data" / "new" / "journal.db"
+    async with Counting(folder, journal=journal) as program:
+        assert await (await program.learner.submit(example(0))) == 1
+    assert journal.exists()
+
+
+@pytest.mark.asyncio
 async def test_a_damaged_journal_or_another_file_is_refused(folder: Path) -> None:
     journal = folder / "journal.db"
     journal.write_bytes(b"a poem\n" * 1000)
@@ -221,7 +230,8 @@ async def test_a_damaged_journal_or_another_file_is_refused(folder: Path) -> Non
     assert other.execute("PRAGMA journal_mode").fetchall() == [("delete",)]  # as it was
     other.close()
     journal.unlink()
-    await opening_fails(folder, "cannot be opened", journal=folder / "missing" / "journal.db")
+    (folder / "file").touch()
+    await opening_fails(folder, "cannot be opened", journal=folder / "file" / "new" / "journal.db")
     async with Counting(folder, checkpoints=None) as program:
         await program.learner.submit_many([example(i) for i in range(40)])
     whole = journal.read_bytes()
