@@ -387,14 +387,16 @@ class Communicator(ABC):
 
         Raises:
             TypeError: If `reason` is not a string.
+            ContextError: If no event loop is running.
         """
         if not isinstance(reason, str):
             raise TypeError(f"The reason is a string, got {reason!r} ({type(reason).__name__}).")
         if self._failure is None:
             text = f"Worker {self._worker} ended the group: {reason[:MAX_REASON]}"
             failure = Failure(ENDED, text, (self._worker,))
-            self._end(failure)
+            running_loop("abort")  # else the others would never be told
             self._spread(failure)
+            self._end(failure)
 
     async def aclose(self) -> None:
         """Give the communicator back; others that wait for this worker are told. Idempotent.

@@ -13,6 +13,7 @@ import aioreplica.testing as art
 from aioreplica.cluster import ClusterResolver, LocalCommunicator, connect
 from aioreplica.errors import ContextError, LoopMismatchError, StallError, WorkerLostError
 from tests.cluster.communicator_contract import CHECKS
+from tests.cluster.thread_engine import ThreadCommunicator
 
 Check = Callable[[LocalCommunicator], Awaitable[Any]]
 
@@ -208,6 +209,39 @@ async def test_closing_twice_and_using_it_afterwards() -> None:
     await alone.aclose()
     with pytest.raises(ContextError, match="was closed"):
         alone.barrier()
+
+
+@pytest.mark.parametrize("group", [LocalCommunicator.group, ThreadCommunicator.group])
+def test_an_abort_that_cannot_be_told_to_others_changes_nothing(group: Any) -> None:
+    """It ended the group here only, and the others waited for ever: a second one did nothing."""
+    first, second = group(2)
+    with pytest.raises(ContextError, match="abort needs a running event loop"):
+        first.abort("enough")
+    assert not first.has_failed
+
+    async def use() -> None:
+        await asyncio.gather(first.barrier(), second.barrier())
+        first.abort("enough")
+        with pytest.raises(WorkerLostError, match="Worker 0 ended the group: enough"):
+            await second.barrier()
+        await asyncio.gather(first.aclose(), second.aclose())
+
+    asyncio.run(use())
+
+
+def test_an_abort_on_another_loop_changes_nothing() -> None:
+    first, second = LocalCommunicator.group(2)
+
+    async def use() -> None:
+        await asyncio.gather(first.barrier(), second.barrier())
+
+    async def abort() -> None:
+        first.abort("enough")
+
+    asyncio.run(use())
+    with pytest.raises(LoopMismatchError, match="Make a group per loop"):
+        asyncio.run(abort())
+    assert not first.has_failed
 
 
 def test_one_loop_per_group() -> None:
