@@ -291,13 +291,17 @@ class _Group:
         return group
 
     def expect(self, number: int) -> None:
-        """Start to count the time of a call that someone has made."""
+        """Take note of a call that someone has made; its time counts from when those before end."""
         self.bind()
-        if number in self._meetings:
-            return
-        meeting = self._meetings[number] = _Meeting()
+        if number not in self._meetings:
+            self._meetings[number] = _Meeting()
+            if len(self._meetings) == 1:
+                self._count_time(number)
+
+    def _count_time(self, number: int) -> None:
         if self.timeout is not None and self._loop is not None:
-            meeting.timer = self._loop.call_later(self.timeout, self._time_is_up, number)
+            timer = self._loop.call_later(self.timeout, self._time_is_up, number)
+            self._meetings[number].timer = timer
 
     def deliver(self, rank: int, call: Call) -> None:
         """Take what a worker brings to a call; the last one lets all of them go on."""
@@ -313,6 +317,8 @@ class _Group:
         del self._meetings[call.number]
         if meeting.timer is not None:
             meeting.timer.cancel()
+        if self._meetings:
+            self._count_time(min(self._meetings))
         calls = [meeting.calls[each] for each in range(self.size)]
         try:
             for each in calls:

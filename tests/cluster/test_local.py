@@ -91,6 +91,18 @@ def test_a_message_that_hangs_is_a_stall_that_names_the_worker() -> None:
     art.explore(main, schedules=40, faults=faults).check()
 
 
+def test_the_timeout_of_a_call_begins_when_the_calls_before_it_have_ended() -> None:
+    """Of eight calls that were queued at once the fourth was a stall, though all came in time."""
+
+    async def many(c: LocalCommunicator) -> list[float]:
+        return [float(each) for each in await asyncio.gather(*map(c.all_reduce, range(8)))]
+
+    async def main() -> None:
+        assert await by_all(2, many, timeout=1.0) == [[2.0 * n for n in range(8)]] * 2
+
+    art.explore(main, schedules=10, faults=art.Faults().slow_device("worker:1", factor=300)).check()
+
+
 async def until_it_ends(c: LocalCommunicator) -> None:
     while True:
         await c.all_reduce(1)
