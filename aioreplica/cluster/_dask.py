@@ -12,7 +12,7 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any, final
@@ -95,7 +95,8 @@ class DaskClosureEngine(ClosureEngine):
         self._num_users = 0
         self._known = DaskWorkers(self._forget)
         self._submissions: dict[str, WeakSet[_DaskSubmission]] = {}
-        self._tell_if_lost: dict[str, list[Callable[[], object]]] = {}
+        # What is made in each process, or there; handles alone keep it.
+        self._states: dict[str, WeakSet[asyncio.Task[object] | DaskState]] = {}
         self._background: set[OwnedTask[object]] = set()
         self._watch: OwnedTask[None] | None = None
         self._keys = count()
@@ -132,9 +133,9 @@ class DaskClosureEngine(ClosureEngine):
         if is_there or self._lost is not None:
             return self._lost
         self._lost = "The Dask scheduler was lost, and with it the servers and all results."
-        lost, self._tell_if_lost = self._tell_if_lost, {}
-        for tell in [each for tells in lost.values() for each in tells]:
-            tell()
+        lost, self._states = self._states, {}
+        for there in lost.values():
+            _lose(there)
         self._submissions.clear()
         self._known.all_gone()
         return self._lost
@@ -166,8 +167,8 @@ class DaskClosureEngine(ClosureEngine):
             where = {"workers": [place], "allow_other_workers": False}
             future = self._client.submit(DaskHost, data, actor=True, pure=False, key=key, **where)
             making = OwnedTask[object](actor_of(self._client, future), f"start of server {server}")
-            tell = self._tell_if_lost.setdefault(place, [])
-            tell.append(making.cancel)
+            there = self._states.setdefault(place, WeakSet())
+            there.add(making.task)
             try:
                 await asyncio.wait([making.task])
             finally:
@@ -176,8 +177,8 @@ class DaskClosureEngine(ClosureEngine):
                 self._in_background(self._client.cancel([future]), "cancel the start of a server")
                 continue
             state = DaskState(owner, server, await making, self._client, future)
-            tell[tell.index(making.cancel)] = state.lose
-            if self._tell_if_lost.get(place) is not tell:  # it has gone just now
+            there.add(state)
+            if self._states.get(place) is not there:  # it has gone just now
                 state.lose()
             return state
 
@@ -262,8 +263,7 @@ class DaskClosureEngine(ClosureEngine):
         told = event[1]
         action = told.get("action") if isinstance(told, dict) else None
         if action == "remove-worker":
-            for tell in self._tell_if_lost.pop(told["worker"], ()):
-                tell()
+            _lose(self._states.pop(told["worker"], ()))
             self._known.has_gone(told["worker"])
         elif action == "add-worker":
             self._in_background(self._look_until_answered(), "look at the workers")
@@ -332,7 +332,7 @@ class DaskClosureEngine(ClosureEngine):
             task.cancel()
             await task.ended()
         self._known.now = {}
-        self._tell_if_lost.clear()
+        self._states.clear()
         self._submissions.clear()
         if client is not None:
             with suppress(Exception):  # it never connected, or the scheduler is gone
@@ -399,6 +399,15 @@ class DaskClosureEngine(ClosureEngine):
                 "workers of another one with Dask."
             )
         return self._own
+
+
+def _lose(there: Iterable[asyncio.Task[object] | DaskState]) -> None:
+    """Tell what was in a process, or made there, that it is gone."""
+    for each in tuple(there):
+        if isinstance(each, DaskState):
+            each.lose()
+        else:
+            each.cancel()
 
 
 @final

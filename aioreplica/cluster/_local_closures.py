@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 from ..devices import OwnedTask, run_on_host
 from ..errors import WorkerLostError
@@ -46,7 +46,9 @@ class LocalClosureEngine(ClosureEngine):
     def __init__(self, num_workers: int = 2) -> None:
         if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 1:
             raise ValueError(f"num_workers must be at least 1, got {num_workers!r}.")
-        self._states: dict[int, list[_LocalState]] = {}
+        # By a number, which is the order to tell them in; handles alone keep them.
+        self._states: dict[int, WeakValueDictionary[int, _LocalState]] = {}
+        self._num_states = 0
         self._num_servers = 0
         self._num_users = 0
         self._workers: dict[str, _LocalWorker] = {}
@@ -85,7 +87,7 @@ class LocalClosureEngine(ClosureEngine):
 
     def lose_server(self, server: int) -> None:
         """Lose the process of a parameter server and the states on it."""
-        for state in self._states.pop(server, ()):
+        for state in tuple(self._states.pop(server, {}).values()):
             state.lose()
 
     def lose_cluster(self) -> None:
@@ -148,7 +150,8 @@ class LocalClosureEngine(ClosureEngine):
                 )
             place = free[0]
         state = _LocalState(server, place, factory(*args))
-        self._states.setdefault(place, []).append(state)
+        self._states.setdefault(place, WeakValueDictionary())[self._num_states] = state
+        self._num_states += 1
         return state
 
     def submit(self, worker: str, tasks: Sequence[ClosureTask]) -> list[Submission]:

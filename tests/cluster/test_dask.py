@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
+from weakref import WeakSet
 
 import pytest
 
@@ -101,6 +104,46 @@ async def test_a_scheduler_that_does_not_answer_is_asked_again(
     await idle()
     assert len(scheduler.asked) == 5
     assert not engine._background
+
+
+class Made:
+    """Stands for a client, its future, and the actor that is made: the future keeps that."""
+
+    def __init__(self) -> None:
+        self.futures: WeakSet[Any] = WeakSet()
+        self.scheduler_comm = None
+
+    def as_current(self) -> Any:
+        return nullcontext()
+
+    def submit(self, *_args: object, **_options: object) -> Any:
+        future = asyncio.get_running_loop().create_future()
+        future.set_result(Started())
+        self.futures.add(future)
+        return future
+
+
+class Started:
+    """Stands for an actor."""
+
+    _address, key = "a", "actor-1"
+
+
+async def test_a_state_goes_with_its_last_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of closed strategies stayed as long as another one used the engine."""
+    engine: Any = DaskClosureEngine("tls://127.0.0.1:1")
+    engine._client = made = Made()
+    monkeypatch.setattr(engine, "_look", AsyncMock(return_value={}))
+    monkeypatch.setattr(module, "_places_of_servers", lambda *_: ["a"])
+    first, second = [await engine.create_state("owner", list, (), 0) for _ in range(2)]
+    await idle()
+    assert len(made.futures) == 2
+    del first
+    assert len(made.futures) == 1
+
+    engine._learn_of((0.0, {"action": "remove-worker", "worker": "a"}))
+    assert second.is_lost
+    assert not engine._states
 
 
 NUM_LOADED: list[None] = []

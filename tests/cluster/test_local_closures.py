@@ -1,6 +1,8 @@
 """The engine for closures of one process: what it has after it was closed; where closures are."""
 
 import asyncio
+import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +23,10 @@ class Task:
     async def run_on_loop(self, _worker: Any) -> str:
         await self.may_end.wait()
         return "ended"
+
+
+class State:
+    """Is on a server, and can be watched."""
 
 
 @pytest.mark.asyncio
@@ -52,3 +58,23 @@ async def test_an_engine_that_was_closed_beside_closures_has_its_workers_again(
 def test_the_index_of_a_worker_is_asked_for_in_a_closure() -> None:
     with pytest.raises(ContextError, match="outside a closure"):
         current_worker_index()
+
+
+@pytest.mark.asyncio
+async def test_a_state_goes_with_its_last_handle() -> None:
+    """Those of closed strategies stayed as long as another one used the engine."""
+    engine = LocalClosureEngine(1)
+    await engine.start(1)
+    first, second, third = [await engine.create_state("owner", State, (), 0) for _ in range(3)]
+    gone = weakref.ref(first._state)  # type: ignore[attr-defined]
+    told: list[str] = []
+    for name, handle in (("first", first), ("third", third), ("second", second)):
+        handle.when_lost(partial(told.append, name))
+    del first, handle
+    assert gone() is None
+
+    engine.lose_server(0)
+    assert told == ["second", "third"]  # as they were made
+    assert second.is_lost
+    assert third.is_lost
+    await engine.aclose()
