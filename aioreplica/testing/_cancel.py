@@ -189,7 +189,10 @@ class FaultCanceller:
         """Decide whether and when a new task is cancelled."""
         names = names_of(task)
         for i, fault in enumerate(self._faults):
-            if not is_named(fault.fn, names):
+            is_one, run = is_named(fault.fn, names), self._pools.faults
+            if run is not None:
+                run.targets.note(fault, [n.rpartition(".")[2] for n in names], is_one=is_one)
+            if not is_one:
                 continue
             place = self._seen[i]
             self._seen[i] = place + 1

@@ -147,6 +147,8 @@ def _sample(
         schedule, outcome = base, replace(first, kind="differs")
     rate = num_run / (perf_counter() - start)
     warnings = warnings_of(base_trace, 0 if outcome.has_failed else num_spun, num_run)
+    if not outcome.has_failed:
+        warnings += runner.targets.warnings(base.faults, num_run)
     report = Report(False, None, num_run, False, rate, seed, strategy, base.fidelity, warnings)
     if outcome.has_failed:
         return explain(runner, schedule, outcome, report, base, base_trace)

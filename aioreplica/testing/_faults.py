@@ -33,6 +33,7 @@ WORDS: Final = {
     RESET: "reset_connection",
     HALF_OPEN: "half_open",
 }
+NUM_LISTED: Final = 12
 CHANCE: Final = 0.25
 """How likely a fault without a fixed place strikes at each op that it could strike at."""
 
@@ -69,6 +70,14 @@ class Fault:
             return True
         name = op.describe()
         return same_name(self.fn, name) or same_name(self.fn, name.rpartition(".")[2])
+
+    def describe(self) -> str:
+        """Return it as a call, with the names that it looks for."""
+        named = self.fn if self.kind in {CANCEL, POINT} else self.device
+        shown = [] if named is None else [repr(named)]
+        if self.fn is not None and self.kind not in {CANCEL, POINT}:
+            shown.append(f"fn={self.fn!r}")
+        return f"{WORDS[self.kind]}({', '.join(shown)})"
 
 
 def name_number(name: str) -> int:
@@ -276,9 +285,9 @@ class Faults:
         _check_count("times", times, 1)
         return self._add(Fault(HALF_OPEN, _address(address), at=_at(at), times=times))
 
-    def for_run(self, seed: int) -> FaultRun:
-        """Return the decisions of one schedule."""
-        return FaultRun(self._faults, seed)
+    def for_run(self, seed: int, targets: Targets) -> FaultRun:
+        """Return the decisions of one schedule, which notes what came by."""
+        return FaultRun(self._faults, seed, targets)
 
     def __repr__(self) -> str:
         shown = ", ".join(
@@ -292,18 +301,55 @@ class Faults:
 
 
 @final
+class Targets:
+    """What came by in the runs of an exploration that faults could strike, and what they could not.
+
+    A fault that nothing came by for is a mistake in a name: it tests nothing.
+    """
+
+    __slots__ = ("_found", "_passed")
+
+    def __init__(self) -> None:
+        self._found: set[int] = set()  # identities of faults, which are kept by who asks
+        self._passed: dict[int, dict[str, None]] = {}
+
+    def note(self, fault: Fault, names: Sequence[str], *, is_one: bool) -> bool:
+        """Note something that a fault may strike or not; return `is_one`, which says that."""
+        if is_one:
+            self._found.add(id(fault))
+        elif id(fault) not in self._found:
+            self._passed.setdefault(id(fault), {}).update(dict.fromkeys(names))
+        return is_one
+
+    def warnings(self, faults: Faults | None, num_run: int) -> tuple[str, ...]:
+        """Say which faults found nothing in so many schedules."""
+        said = []
+        for each in faults.entries if faults is not None else ():
+            if id(each) not in self._found:
+                names = [*self._passed.get(id(each), ())]
+                known = ", ".join(names[:NUM_LISTED]) + ", ..." * (len(names) > NUM_LISTED)
+                said.append(
+                    f"{each.describe()} found nothing to strike in any of {num_run} schedules, so "
+                    f"nothing was tested with it. What came by: {known or 'nothing'}."
+                )
+        return tuple(said)
+
+
+@final
 class FaultRun:
     """The faults of one schedule, decided op by op.
 
     Args:
         faults: What may go wrong.
         seed: The schedule's.
+        targets: Takes notes.
     """
 
-    __slots__ = ("_faults", "_rng", "_seen", "_slow", "_struck", "has_cancelled", "lost")
+    __slots__ = ("_faults", "_rng", "_seen", "_slow", "_struck", "has_cancelled", "lost", "targets")
 
-    def __init__(self, faults: tuple[Fault, ...], seed: int) -> None:
+    def __init__(self, faults: tuple[Fault, ...], seed: int, targets: Targets) -> None:
         self._faults = faults
+        self.targets = targets
         self._rng = Random(mix(seed, 4711)).random
         self._seen = [0] * len(faults)
         self._struck = [0] * len(faults)
@@ -315,9 +361,9 @@ class FaultRun:
         """Decide, at an op's start, how much longer it takes; infinity if it never ends."""
         extra = 0.0
         for i, fault in enumerate(self._faults):
-            if fault.kind == SLOW and self._slow[i] and fault.matches(op):
+            if fault.kind == SLOW and self._is_for(fault, op) and self._slow[i]:
                 extra += (fault.factor - 1.0) * LATENCY_S
-            elif fault.kind == HANG and fault.matches(op) and self._strikes(i, fault):
+            elif fault.kind == HANG and self._is_for(fault, op) and self._strikes(i, fault):
                 return math.inf
         return extra
 
@@ -327,20 +373,23 @@ class FaultRun:
         for i, fault in enumerate(self._faults):
             if fault.kind == LOSE:
                 if self.lost.get(i) == pool or (
-                    i not in self.lost and fault.matches(op) and self._strikes(i, fault)
+                    i not in self.lost and self._is_for(fault, op) and self._strikes(i, fault)
                 ):
                     self.lost[i] = pool
                     return WorkerLostError(
                         f"The worker of {pool} is gone: a fault of this schedule."
                     )
-            elif fault.kind == FAIL and fault.matches(op) and self._strikes(i, fault):
+            elif fault.kind == FAIL and self._is_for(fault, op) and self._strikes(i, fault):
                 return _error(fault, op)
         return None
 
     def visit(self, name: str) -> None:
         """Decide whether a visit of a point fails; raise what it then raises."""
         for i, fault in enumerate(self._faults):
-            if fault.kind == POINT and same_name(fault.fn or "", name) and self._strikes(i, fault):
+            if fault.kind != POINT:
+                continue
+            is_one = self.targets.note(fault, [name], is_one=same_name(fault.fn or "", name))
+            if is_one and self._strikes(i, fault):
                 raise _as_error(fault.error, OSError, f"Point {name!r} failed")
 
     # ---- connections, which a fault knows by one of several names ------------------------------
@@ -371,10 +420,17 @@ class FaultRun:
 
     def _of(self, kind: int, names: Sequence[str]) -> Iterator[tuple[int, Fault]]:
         for i, fault in enumerate(self._faults):
-            if fault.kind == kind and (
-                fault.device is None or any(same_name(fault.device, name) for name in names)
-            ):
+            if fault.kind != kind:
+                continue
+            is_one = fault.device is None or any(same_name(fault.device, each) for each in names)
+            if self.targets.note(fault, names, is_one=is_one):
                 yield i, fault
+
+    def _is_for(self, fault: Fault, op: PoolOp) -> bool:
+        if fault.matches(op):
+            return self.targets.note(fault, (), is_one=True)
+        name = f"{op.describe()} on {op.pool.name}"
+        return self.targets.note(fault, [name], is_one=False)
 
     def _strikes(self, i: int, fault: Fault) -> bool:
         seen = self._seen[i]

@@ -13,6 +13,7 @@ from ..errors import ContextError
 from ._cancel import canceller_of
 from ._errors import DeadlockError, NondeterminismError, StarvationError
 from ._execute import Main, Outcome, RunObserver, execute
+from ._faults import Targets
 from ._leaks import Ignored, Leaks
 from ._participants import Choose
 from ._points import describe_error, line_of_error
@@ -88,6 +89,11 @@ class Runner:
     def notes(self) -> tuple[str, ...]:
         """Sentences on what the program did that is not simulated."""
         return tuple(self._sandbox.simulation.notes)
+
+    @property
+    def targets(self) -> Targets:
+        """What came by in the runs so far that faults could strike."""
+        return self._sandbox.targets
 
     def run(self, schedule: Schedule, max_steps: int | None = None) -> Outcome:
         """Run one schedule, without its trace."""

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from ..context import REGISTRY
 from . import _faults
+from ._faults import Targets
 from ._forbidden import is_foreign, is_importing, refuse, wait_in_c
 from ._locks import lock_classes
 from ._participants import SimTask
@@ -110,6 +111,7 @@ class Sandbox:
     Attributes:
         simulation: The schedule that runs, for what takes the place of the real doors.
         watchdog: Interrupts steps that do not end.
+        targets: What came by in its schedules that faults could strike.
         has_fresh_uuids: Whether every run has uuids of its own, as every process has: a registry of
             the process that is keyed by them is then as empty in a second run as in the first.
             Otherwise the seed of the schedule decides them.
@@ -119,6 +121,7 @@ class Sandbox:
     def __init__(self) -> None:
         self.simulation = Simulation()
         self.watchdog = Watchdog(self.simulation)
+        self.targets = Targets()
         self._gate = REGISTRY.once("testing_gate", threading.RLock)
         self._undo: list[tuple[Any, str, object]] = []
         self.has_fresh_uuids = self.draws_uuids = False
@@ -191,7 +194,7 @@ class Sandbox:
         self._bytes = self._uuids = None
         random.seed(seed)
         if schedule.faults is not None:
-            pools.faults = schedule.faults.for_run(seed)
+            pools.faults = schedule.faults.for_run(seed, self.targets)
         threads = self.simulation.threads
         pools.threads = threads if threads.is_needed else None
         REGISTRY.replace(LANE_TABLE, None, self._simulated_lanes)

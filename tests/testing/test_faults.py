@@ -1,7 +1,9 @@
 """Faults: decisions of the schedule, replayed with it."""
 
 import asyncio
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -397,3 +399,35 @@ def test_faults_of_tasks_and_points_are_checked(make: Callable[[art.Faults], obj
     with pytest.raises((TypeError, ValueError)):
         make(faults)
     assert not faults.entries
+
+
+async def one_of_each() -> None:
+    """A task, an op and a point."""
+    child = asyncio.create_task(asyncio.sleep(0.1), name="user-1")
+    await asyncio.gather(child, asyncio.to_thread(int), return_exceptions=True)
+    with suppress(OSError):
+        art.fault_point("save")
+
+
+@pytest.mark.parametrize(
+    ("make", "call", "seen"),
+    [
+        (lambda f: f.cancel_task("user_*"), r"cancel_task\('user_\*'\)", "user-1, sleep"),
+        (lambda f: f.fail_point("safe"), r"fail_point\('safe'\)", "save"),
+        (lambda f: f.fail_op("cpu:9", fn="int"), r"fail_op\('cpu:9', fn='int'\)", "int on default"),
+        (lambda f: f.lose_worker(3), r"lose_worker\('cpu:3'\)", "int on default"),
+        (lambda f: f.hang_op(fn="in"), r"hang_op\(fn='in'\)", "int on default"),
+        (lambda f: f.slow_device("gpu"), r"slow_device\('gpu'\)", "int on default"),
+        (lambda f: f.reset_connection(80), r"reset_connection\(':80'\)", "nothing"),
+        (lambda f: f.split_data(), r"split_data\(\)", "nothing"),
+    ],
+)
+def test_a_fault_that_finds_nothing_to_strike_is_told(
+    make: Callable[[art.Faults], art.Faults], call: str, seen: str
+) -> None:
+    """As a renamed task leaves a test that tests nothing."""
+    told = f"{call} found nothing to strike in any of 20 schedules.* What came by: .*{seen}"
+    faults = make(art.Faults().fail_point("save").cancel_task("user-*").slow_device())
+    [warning] = art.explore(one_of_each, faults=faults, schedules=20).warnings
+    assert re.match(told, warning)
+    assert art.explore(one_of_each, schedules=20).warnings == ()
