@@ -384,7 +384,7 @@ class FusedRules:
         return [each for each in dict.fromkeys(dtypes) if (kernel, each) not in self._compiled]
 
     def compile(self, kernel: Kernel, dtypes: Iterable[DType]) -> None:
-        """Compile a kernel: takes some seconds, or a tenth of one where it is on disk.
+        """Compile a kernel: takes some seconds, or half of one where it is on disk.
 
         If it fails, the rule stays in NumPy, and a RuntimeWarning says why.
         """
@@ -428,11 +428,9 @@ def _compiled(kernel: Kernel, dtype: DType) -> Compiled | None:
     numbers = types.UniTuple(number, kernel.num_numbers)
     old, new = [read] * (kernel.num_slots + 1), [written] * (kernel.num_slots + 1)
     options = {"nogil": True, "error_model": "numpy"}
-    # The loop finds them under the names of what it calls in plain Python.
-    inner = {
-        "gather": njit(types.boolean(written, types.intp, read, read, how), **options)(gather),
-        "rule": njit(**options)(kernel.rule),
-    }
+    # The loop finds them under the names of what it calls in plain Python. They have no signatures:
+    # so they are compiled only with it, and not if it is on disk.
+    inner = {"gather": njit(**options)(gather), "rule": njit(**options)(kernel.rule)}
     loop = kernel.loop
     function = FunctionType(loop.__code__, {**loop.__globals__, **inner})
     function.__qualname__ = kernel.rule.__name__  # names the file on disk: rules share loops

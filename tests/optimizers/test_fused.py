@@ -13,7 +13,7 @@ import aioreplica.testing as art
 from aioreplica.context import REGISTRY
 from aioreplica.errors import NonFiniteError
 from aioreplica.optimizers import FusedRules
-from aioreplica.optimizers._blocks import FUSED_RULES, fused_rules
+from aioreplica.optimizers._blocks import FLOATS, FUSED_RULES, fused_rules
 from aioreplica.optimizers._kernels import ADAPT
 
 RULES: dict[str, Callable[[], Any]] = {
@@ -145,6 +145,17 @@ def test_rules_that_cannot_be_compiled_are_logged_once(
     w = ar.Variable(3.0)
     asyncio.run(ar.optimizers.Adam(0.5).apply_gradients([(np.array(1.0), w)]))
     assert w.value == pytest.approx(2.5)
+
+
+def test_what_is_on_disk_is_not_compiled(rules: FusedRules) -> None:
+    from numba.core import event
+
+    rules.compile(ADAPT, FLOATS)
+    with event.install_recorder("numba:compile") as recorder:
+        again = FusedRules()
+        again.compile(ADAPT, FLOATS)
+    assert recorder.buffer == []
+    assert again.missing(ADAPT, FLOATS) == []
 
 
 def test_programs_under_the_kit_stay_in_numpy(rules: FusedRules) -> None:
