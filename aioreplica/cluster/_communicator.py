@@ -34,6 +34,8 @@ BROADCAST, BARRIER, AGREE = "broadcast", "barrier", "agreement"
 LOST, STALLED, CROSSED, ENDED, CLOSED = "lost", "stalled", "crossed", "ended", "closed"
 MAX_REASON = 400  # characters; a note from one worker to the others has a fixed size
 NOTHING = np.empty(0, np.uint8)
+CLOSED_TEXT = "This communicator was closed. Connect again to make another."
+OUTER_CLOSED_TEXT = "The communicator that this is a split of was closed, and so were its splits."
 
 
 @final
@@ -173,7 +175,6 @@ class Communicator(ABC):
         self._worker = rank if worker is None else worker  # its rank in the outermost group
         self._size = size
         self._timeout = require_timeout(timeout)
-        self._num_calls = 0
         self._failure: Failure | None = None
         self._pending: dict[Call, asyncio.Future[object]] = {}
         self._is_closed = False
@@ -181,7 +182,7 @@ class Communicator(ABC):
         self._on_alarm: Callable[[int, int, str], None] | None = None  # gets the rank of who raises
         self._name = ""  # of the group; empty for the outermost one
         self._what = ""  # names calls that are made for something else, by a strategy
-        self._pid = os.getpid()
+        self._num_calls, self._pid = 0, os.getpid()
 
     # ---- what it is ----------------------------------------------------------------------
 
@@ -202,7 +203,7 @@ class Communicator(ABC):
 
     @property
     def is_closed(self) -> bool:
-        """True after `aclose` was called."""
+        """True after `aclose` was called, of this one or the one it was split from at first."""
         return self._is_closed
 
     @property
@@ -399,19 +400,15 @@ class Communicator(ABC):
             self._end(failure)
 
     async def aclose(self) -> None:
-        """Give the communicator back; others that wait for this worker are told. Idempotent.
+        """Give it back, with its splits if it was connected; those who wait are told. Idempotent.
 
         Pending calls fail with a `ContextError` here. Takes at most about a second.
 
         Cancellation:
             What is left is done in the background.
         """
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._on_alarm = None
-        self._end(Failure(CLOSED, "This communicator was closed. Connect again to make another."))
-        await self._close()
+        if not self._is_closed:
+            await self._close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -449,7 +446,12 @@ class Communicator(ABC):
 
     @abstractmethod
     async def _close(self) -> None:
-        """Tell the others that this worker makes no more calls, and give resources back."""
+        """Shut it, and its splits if it is outermost; tell the others; give resources back."""
+
+    def _shut(self, text: str = CLOSED_TEXT) -> None:
+        """Make no more calls; those that are pending fail."""
+        self._is_closed, self._on_alarm = True, None
+        self._end(Failure(CLOSED, text))
 
     def _launch(self, call: Call) -> asyncio.Future[Any]:
         self._require_open()

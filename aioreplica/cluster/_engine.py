@@ -14,6 +14,7 @@ which is the least there is.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -35,16 +36,17 @@ from ._communicator import (
     ALL_REDUCE,
     BARRIER,
     BROADCAST,
+    CLOSED_TEXT,
     COMPLETE,
     ENDED,
-    LOST,
+    OUTER_CLOSED_TEXT,
     Call,
     Communicator,
     Failure,
 )
 from ._local import split_shrink_error
 from ._poller import Entry
-from ._transport import LEFT, WAITING_S, WARN_S, Group, GroupEndedError, Link, Note, Poll, name_of
+from ._transport import WAITING_S, WARN_S, Group, GroupEndedError, Leave, Link, Poll, name_of
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[tuple[Poll, int], None, T]
@@ -66,6 +68,7 @@ class EngineCommunicator(Communicator):
         queue: Calls that are not over, in order.
         buffers: Memory of large results.
         scratch: Memory of what others send, the same again and again; on the lane's thread.
+        leave_by: When it waits no longer for who is late in its calls, as it was closed.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class EngineCommunicator(Communicator):
         self.group = Group(self.rank, ranks, name)
         self.buffers = BufferPool()
         self.scratch = np.empty(0, np.uint8)
+        self.leave_by = math.inf
         self._name = name
         link.members.append(self)
 
@@ -119,16 +123,19 @@ class EngineCommunicator(Communicator):
         self.link.alarm(self.group, number, text).add_done_callback(forget)
 
     async def _close(self) -> None:
-        link = self.link
+        if not self.group.name:  # splits have no engine without it
+            for each in tuple(self.link.members):
+                if each is not self and not each.is_closed:
+                    each._leave(OUTER_CLOSED_TEXT)
+        await has_ended(self._leave(CLOSED_TEXT), 2 * CLOSE_S)
+
+    def _leave(self, text: str) -> asyncio.Future[None]:
+        """Make no more calls, and have the lane tell the others; does not wait."""
+        self._shut(text)
+        self.leave_by = monotonic() + CLOSE_S
         leave = Leave(self, self.statistics().calls)
-        link.poller.add(self.queue, leave)
-        if not await has_ended(leave.future, CLOSE_S):
-            # it waits in a call that was abandoned, for someone who is late
-            self._spread(
-                Failure(LOST, f"Worker {self._worker} closed the communicator.", (self._worker,))
-            )
-            await has_ended(leave.future, CLOSE_S)
-        link.members.remove(self)
+        self.link.poller.add(self.queue, leave)
+        return leave.future
 
 
 @final
@@ -137,58 +144,6 @@ class SplitCommunicator(EngineCommunicator):
 
     async def _resized(self, num_new: int) -> Communicator:
         raise split_shrink_error()
-
-
-@final
-class Leave:
-    """Last entry in the queue of a communicator: the others are told that it makes no more calls.
-
-    That of the outermost group comes behind what its splits do, and gives the engine back.
-
-    Args:
-        communicator: The one that is closed.
-        num_calls: How many calls it has made.
-
-    Attributes:
-        completions: Bring the end of it to the event loop.
-        future: Done when it has left, or could not.
-        spin_until: Never: nobody is in a hurry.
-    """
-
-    __slots__ = ("_communicator", "_num_calls", "_poll", "completions", "future", "spin_until")
-
-    def __init__(self, communicator: EngineCommunicator, num_calls: int) -> None:
-        self._communicator = communicator
-        self._num_calls = num_calls
-        self._poll: Poll | None = None
-        self.completions = communicator.link.completions()
-        self.future: asyncio.Future[None] = self.completions.loop.create_future()
-        self.spin_until = 0.0
-
-    def advance(self, looks: bool) -> bool:
-        """Tell the others, once nothing else is under way; true if it is over."""
-        try:
-            if self._poll is None:
-                self._poll = self._begin()
-            return self._poll is not None and self._poll()
-        except Exception:  # noqa: BLE001 - of an engine that has ended: nothing is left to give back
-            return True
-
-    def _begin(self) -> Poll | None:
-        communicator, link = self._communicator, self._communicator.link
-        group = communicator.group
-        others = [each for each in tuple(link.members) if each is not communicator]
-        if not group.name and any(each.queue for each in others):
-            return None
-        if link.ended is None:
-            rank = link.transport.rank
-            link.transport.tell(Note(LEFT, rank, group.name, self._num_calls))
-        return _is_over if group.name else link.transport.close()
-
-    def resolve(self) -> None:
-        """Wake who waits for it; on the event loop."""
-        if not self.future.done():
-            self.future.set_result(None)
 
 
 @final
@@ -242,6 +197,11 @@ class Visit:
     def resolve(self) -> None:
         """Bring the result; on the event loop."""
         self._communicator.performed(self.call, self._result, self._error)
+
+    @property
+    def leave_by(self) -> float:
+        """When its communicator, which was closed, waits no longer."""
+        return self._communicator.leave_by
 
     @property
     def has_met(self) -> bool:

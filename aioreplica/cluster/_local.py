@@ -29,16 +29,18 @@ from ._communicator import (
     ALL_GATHER,
     ALL_REDUCE,
     BROADCAST,
+    CLOSED_TEXT,
     COMPLETE,
     ENDED,
     LOST,
+    OUTER_CLOSED_TEXT,
     REDUCE_SCATTER,
     STALLED,
     Call,
     Communicator,
     Failure,
 )
-from ._rows import closed_text, crossed_failure, group_in_words, stall_text
+from ._rows import closed_text, crossed_failure, difference_of, group_in_words, stall_text
 
 
 @final
@@ -146,8 +148,15 @@ class LocalCommunicator(Communicator):
         self._send(partial(self._group.end, failure))
 
     async def _close(self) -> None:
-        self._send(partial(self._group.left, self.rank, self._num_calls))
-        lane_table().release((self._lane_name,))
+        closing = [self, *self._group.splits_of(self._worker)]
+        told = [each for each in closing if each._group.has_loop]
+        for each in told:
+            each._group.bind()  # first: it may be refused
+        for each in reversed(closing):
+            each._shut(CLOSED_TEXT if each is self else OUTER_CLOSED_TEXT)
+            if each in told:
+                each._send(partial(each._group.left, each.rank, each._num_calls))
+            lane_table().release((each._lane_name,))
 
     def _send(self, deliver: Callable[[], None], lose: Callable[[], None] = lambda: None) -> None:
         """Put a message on this worker's lane; `deliver` is called on the loop when it arrives.
@@ -277,6 +286,17 @@ class _Group:
                 "one. Make a group per loop."
             )
 
+    @property
+    def has_loop(self) -> bool:
+        """False if its loop is closed, and with it all who could wait."""
+        return self._loop is None or not self._loop.is_closed()
+
+    def splits_of(self, worker: int) -> list[LocalCommunicator]:
+        """Return what a worker has open of the splits of this group, if it is the outermost one."""
+        splits = self._family[1:] if self is self._family[0] else ()
+        members = (member for group in splits for member in group.members)
+        return [each for each in members if each._worker == worker and not each.is_closed]
+
     def subgroup(self, ranks: tuple[int, ...], name: str) -> _Group:
         """Return the group that the split of this name into these ranks makes."""
         key = ranks, name
@@ -285,6 +305,8 @@ class _Group:
             outer = tuple(self.ranks[rank] for rank in ranks)
             lane_names = tuple(self.lane_names[rank] for rank in ranks)
             group = _Group(outer, lane_names, self.timeout, self._family, self.origin)
+            left = self._family[0]._left
+            group._left = {rank: 0 for rank, each in enumerate(outer) if each in left}
             self._subgroups[key] = group
         if len(group.members) == group.size - 1:  # this worker is the last to ask for it
             del self._subgroups[key]
@@ -323,7 +345,7 @@ class _Group:
         try:
             for each in calls:
                 each.bring()
-            difference = _difference(calls, self.ranks)
+            difference = difference_of(calls, self.ranks)
             if difference is not None:
                 self.end(Failure(ENDED, difference, self.ranks))
                 return
@@ -347,7 +369,11 @@ class _Group:
         for meeting in tuple(self._meetings.values()):
             for call in meeting.calls.values():
                 self._check_left(call)
-        if len(self._left) == self.size and self is not self._family[0]:
+        if self is self._family[0]:  # and makes none of splits that it has not asked for
+            for group in tuple(self._family[1:]):
+                if rank in group.ranks and group.ranks.index(rank) not in group._left:
+                    group.left(group.ranks.index(rank), 0)
+        elif len(self._left) == self.size:
             self._family.remove(self)  # a split that is over: the group may make many
 
     def alarm(self, rank: int, number: int, text: str) -> None:
@@ -530,28 +556,6 @@ class _Group:
 def split_shrink_error() -> ContextError:
     """Return the error of `shrink` for a part of a group."""
     return ContextError("This is a split of a communicator. Shrink the one that was connected.")
-
-
-def _difference(calls: list[Call], ranks: Sequence[int]) -> str | None:
-    first = _signature(calls[0])
-    for rank, call in zip(ranks, calls, strict=True):
-        other = _signature(call)
-        if other != first:
-            return (
-                f"Worker {rank} called {other} where worker {ranks[0]} called {first}, as call "
-                f"#{call.number}. Every worker must make the same calls."
-            )
-    return None
-
-
-def _signature(call: Call) -> str:
-    # Rows that tell of a failure come with any operator; those that agree say theirs themselves.
-    options = f", {call.op.name}" if call.op is not None and call.kind != AGREE else ""
-    if call.kind == BROADCAST:
-        options = f", root={call.root}"
-    if call.sizes:
-        options += f", sizes={list(call.sizes)}"
-    return f"{call.kind}({call.array.dtype}{list(call.array.shape)}{options})"
 
 
 def _results(calls: list[Call]) -> Sequence[object]:

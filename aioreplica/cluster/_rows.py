@@ -12,7 +12,7 @@ from typing import final
 from ..devices import is_ctrl_c
 from ..errors import ContextError, MergeMismatchError, ReplicaRow, WorkerLostError
 from ..replica import cause_of_unwinding, format_rows
-from ._communicator import CROSSED, Call, Communicator, Failure
+from ._communicator import AGREE, BROADCAST, CROSSED, Call, Communicator, Failure
 from ._frame import Frame, FrameKind, digest_of
 
 SHOWN = 600
@@ -234,6 +234,29 @@ def closed_text(gone: tuple[int, ...], call: Call) -> str:
         f"{workers_in_words(gone)} {has} closed the communicator before {call.describe()}, which "
         "others wait in. Every worker must make the same calls."
     )
+
+
+def difference_of(calls: list[Call], ranks: Sequence[int]) -> str | None:
+    """Say which of the workers has made another call than the first; None if all made one."""
+    first = _signature(calls[0])
+    for rank, call in zip(ranks, calls, strict=True):
+        other = _signature(call)
+        if other != first:
+            return (
+                f"Worker {rank} called {other} where worker {ranks[0]} called {first}, as call "
+                f"#{call.number}. Every worker must make the same calls."
+            )
+    return None
+
+
+def _signature(call: Call) -> str:
+    # Rows that tell of a failure come with any operator; those that agree say theirs themselves.
+    options = f", {call.op.name}" if call.op is not None and call.kind != AGREE else ""
+    if call.kind == BROADCAST:
+        options = f", root={call.root}"
+    if call.sizes:
+        options += f", sizes={list(call.sizes)}"
+    return f"{call.kind}({call.array.dtype}{list(call.array.shape)}{options})"
 
 
 def workers_in_words(ranks: tuple[int, ...]) -> str:

@@ -297,6 +297,9 @@ class Link:
         """
         self.look_for_gone(visit)
         now = monotonic()
+        if now >= visit.leave_by:  # it waits in a call that was abandoned, for someone who is late
+            own = self.transport.rank
+            self.end(Failure(LOST, f"Worker {own} closed the communicator.", (own,)))
         if visit.timeout is not None and now > visit.tell_at + QUIET_S:
             # This process was stopped itself: let the others speak.
             visit.start = max(visit.start, now + 2 * visit.beat_s - visit.timeout)
@@ -415,14 +418,17 @@ class Link:
             GroupEndedError: If the group has ended.
         """
         self.read_notes(at_once=at_once, waits=at_once)
+        number = visit.call.number
         gone = tuple(
-            member
-            for member in visit.group.ranks
-            if self._left.get((visit.group.name, member), visit.call.number + 1)
-            <= visit.call.number
+            each for each in visit.group.ranks if self._calls_of(each, visit.group) <= number
         )
         if gone:
             self.end(Failure(LOST, closed_text(gone, visit.call), gone))
+
+    def _calls_of(self, member: int, group: Group) -> float:
+        """Return how many calls of a group one makes that has left, which may not know of it."""
+        most = 0 if ("", member) in self._left else math.inf
+        return self._left.get((group.name, member), most)
 
     def read_notes(self, *, at_once: bool = False, waits: bool = True) -> None:
         """Take note of what the others say.
@@ -476,6 +482,59 @@ class Link:
                     timeout=failure.timeout,
                 )
             )  # fmt: skip
+
+
+@final
+class Leave:
+    """Last entry in the queue of a communicator: the others are told that it makes no more calls.
+
+    That of the outermost group comes behind what its splits do, and gives the engine back.
+
+    Args:
+        communicator: The one that is closed.
+        num_calls: How many calls it has made.
+
+    Attributes:
+        completions: Bring the end of it to the event loop.
+        future: Done when it has left, or could not.
+        spin_until: Never: nobody is in a hurry.
+    """
+
+    __slots__ = ("_communicator", "_num_calls", "_poll", "completions", "future", "spin_until")
+
+    def __init__(self, communicator: EngineCommunicator, num_calls: int) -> None:
+        self._communicator = communicator
+        self._num_calls = num_calls
+        self._poll: Poll | None = None
+        self.completions = communicator.link.completions()
+        self.future: asyncio.Future[None] = self.completions.loop.create_future()
+        self.spin_until = 0.0
+
+    def advance(self, looks: bool) -> bool:
+        """Tell the others, once nothing else is under way; true if it is over."""
+        try:
+            if self._poll is None:
+                self._poll = self._begin()
+            return self._poll is not None and self._poll()
+        except Exception:  # noqa: BLE001 - of an engine that has ended: nothing is left to give back
+            return True
+
+    def _begin(self) -> Poll | None:
+        communicator, link = self._communicator, self._communicator.link
+        group = communicator.group
+        others = [each for each in tuple(link.members) if each is not communicator]
+        if not group.name and any(each.queue for each in others):
+            return None
+        if link.ended is None:
+            rank = link.transport.rank
+            link.transport.tell(Note(LEFT, rank, group.name, self._num_calls))
+        return (lambda: True) if group.name else link.transport.close()
+
+    def resolve(self) -> None:
+        """Wake who waits for it; on the event loop."""
+        self._communicator.link.members.remove(self._communicator)
+        if not self.future.done():
+            self.future.set_result(None)
 
 
 def name_of(outer: str, ranks: Sequence[int], key: str) -> str:

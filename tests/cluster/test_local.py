@@ -11,6 +11,7 @@ import pytest
 
 import aioreplica.testing as art
 from aioreplica.cluster import ClusterResolver, LocalCommunicator, connect
+from aioreplica.devices import lane_table
 from aioreplica.errors import ContextError, LoopMismatchError, StallError, WorkerLostError
 from tests.cluster.communicator_contract import CHECKS
 from tests.cluster.thread_engine import ThreadCommunicator
@@ -203,6 +204,30 @@ async def test_a_split_ends_with_its_group() -> None:
         await pair.barrier()
 
 
+def test_a_worker_that_closes_takes_its_splits_along_and_the_others_are_told() -> None:
+    """Also of a split that it has never asked for, or that is made when it has left."""
+
+    async def work(c: LocalCommunicator) -> str:
+        async with c:
+            if c.rank < 2:
+                pair = c.split([0, 1])
+                await pair.barrier()
+            if c.rank > 0:
+                with pytest.raises(WorkerLostError, match=r"Worker 0 has closed .* before all_re"):
+                    await (pair if c.rank == 1 else c.split([0, 2])).all_reduce(1)
+                return "told"
+        assert pair.is_closed
+        with pytest.raises(ContextError, match="that this is a split of was closed"):
+            pair.barrier()
+        return "left"
+
+    async def main() -> None:
+        assert await by_all(3, work) == ["left", "told", "told"]
+        assert not {"worker:0", "worker:1"} & lane_table().statistics().keys()
+
+    art.explore(main, schedules=60).check()
+
+
 @pytest.mark.asyncio
 async def test_errors_of_a_split_name_workers_of_the_whole_group() -> None:
     group = LocalCommunicator.group(3, timeout=0.05)
@@ -267,6 +292,36 @@ def test_one_loop_per_group() -> None:
         asyncio.run(use())
     with pytest.raises(ContextError, match="all_reduce needs a running event loop"):
         alone.all_reduce(1)
+
+
+def test_a_group_may_be_closed_when_its_loop_is_gone() -> None:
+    """Nobody can wait any more: its lanes are given back, and its splits with them."""
+    group = LocalCommunicator.group(20)
+
+    async def use() -> None:
+        await asyncio.gather(*(c.barrier() for c in group))
+        await asyncio.gather(*(c.split(range(20)).barrier() for c in group))
+
+    async def close() -> None:
+        await asyncio.gather(*(c.aclose() for c in group))
+
+    asyncio.run(use())
+    assert "worker:19" in lane_table().statistics()
+    asyncio.run(close())
+    assert "worker:19" not in lane_table().statistics()
+
+
+@pytest.mark.asyncio
+async def test_a_close_on_another_loop_is_refused_before_it_changes_anything() -> None:
+    first, second = LocalCommunicator.group(2)
+    await asyncio.gather(first.barrier(), second.barrier())
+
+    with pytest.raises(LoopMismatchError, match="Make a group per loop"):
+        await asyncio.to_thread(asyncio.run, first.aclose())
+
+    assert not first.is_closed
+    await asyncio.gather(first.barrier(), second.barrier())
+    await asyncio.gather(first.aclose(), second.aclose())
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,19 @@ async def closing(c: Communicator, argument: str) -> Any:
     return error
 
 
+async def leaving(c: Communicator, argument: str) -> Any:
+    """Worker 1 closes with a split open, in which the others wait for it, without a timeout."""
+    split = c.split(range(c.size))
+    split._timeout = None
+    await split.barrier()
+    if c.rank == 1:
+        await c.aclose()
+    error = await _error_of(split)
+    Path(argument, str(c.rank)).touch()
+    await until_said(argument, c.size)  # it has not ended when the others find out
+    return error
+
+
 async def kill(c: Communicator, argument: str) -> Any:
     """One worker is killed in the middle of many reductions."""
     victim = int(argument)

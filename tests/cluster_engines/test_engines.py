@@ -119,6 +119,15 @@ def test_a_worker_that_closes_early_is_named(launch: Launcher, tmp_path: Path) -
         assert "Worker 1 has closed the communicator before all_reduce #1" in each["text"]
 
 
+@both
+def test_a_worker_that_closes_with_a_split_open_is_named(launch: Launcher, tmp_path: Path) -> None:
+    first, left, third = results_of(launch(3, "leaving", str(tmp_path)), 3)
+    assert left["error"] == "ContextError"
+    for each in (first, third):
+        assert (each["error"], each["ranks"]) == ("WorkerLostError", [1]), each
+        assert "Worker 1 has closed the communicator before all_reduce #1" in each["text"]
+
+
 @pytest.mark.parametrize("turn", range(int(os.environ.get("TEST_KILLS", "2"))))
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("engine", ["ulfm", "gloo"])
