@@ -13,7 +13,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +26,15 @@ from ..devices import running_loop
 from ..errors import ContextError, StallError, WorkerLostError
 from ..tree import Array
 from ..typing import ReduceOp
+from ._arguments import (
+    as_array,
+    require_members,
+    require_reason,
+    require_root,
+    require_sizes,
+    require_timeout,
+    require_writable,
+)
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
 COMPLETE = "all_gather of parts"
@@ -171,10 +179,8 @@ class Communicator(ABC):
     def __init__(
         self, rank: int, size: int, timeout: float | None, worker: int | None = None
     ) -> None:
-        self._rank = rank
+        self._rank, self._size, self._timeout = rank, size, require_timeout(timeout)
         self._worker = rank if worker is None else worker  # its rank in the outermost group
-        self._size = size
-        self._timeout = require_timeout(timeout)
         self._failure: Failure | None = None
         self._pending: dict[Call, asyncio.Future[object]] = {}
         self._is_closed = False
@@ -256,8 +262,8 @@ class Communicator(ABC):
         Raises:
             Exception: As in `all_reduce`; a ValueError also if the sizes do not fit.
         """
-        if sizes:
-            sizes = require_sizes(require_writable(x), sizes, self._size)
+        if len(sizes):
+            sizes = require_sizes(require_writable(x, COMPLETE), sizes, self._size)
             return self._launch(Call(COMPLETE, x, sizes=sizes))
         return self._launch(Call(ALL_GATHER, as_array(x, ALL_GATHER)))
 
@@ -297,8 +303,7 @@ class Communicator(ABC):
         Raises:
             Exception: As in `all_reduce`; a ValueError also if `root` is not a rank of the group.
         """
-        if not isinstance(root, int) or isinstance(root, bool) or not 0 <= root < self._size:
-            raise ValueError(f"root must be a rank from 0 to {self._size - 1}, got {root!r}.")
+        root = require_root(root, self._size)
         return self._launch(Call(BROADCAST, as_array(x, BROADCAST), root=root))
 
     def barrier(self) -> asyncio.Future[None]:
@@ -334,9 +339,8 @@ class Communicator(ABC):
             As for every collective.
         """
         summands[:] = [as_array(each, ALL_REDUCE) for each in summands]
-        array = as_array(x, AGREE)
-        parsed = op if isinstance(op, ReduceOp) else ReduceOp.parse(op)
-        return self._launch(Call(AGREE, array, parsed, agrees=agrees, summands=summands))
+        call = Call(AGREE, as_array(x, AGREE), ReduceOp.parse(op), agrees=agrees, summands=summands)
+        return self._launch(call)
 
     # ---- groups, and their end -----------------------------------------------------------
 
@@ -390,8 +394,7 @@ class Communicator(ABC):
             TypeError: If `reason` is not a string.
             ContextError: If no event loop is running.
         """
-        if not isinstance(reason, str):
-            raise TypeError(f"The reason is a string, got {reason!r} ({type(reason).__name__}).")
+        require_reason(reason)
         if self._failure is None:
             text = f"Worker {self._worker} ended the group: {reason[:MAX_REASON]}"
             failure = Failure(ENDED, text, (self._worker,))
@@ -470,8 +473,7 @@ class Communicator(ABC):
     def _require_open(self) -> None:
         if self._failure is not None:
             raise self._failure.error()
-        if self._pid != os.getpid():
-            raise _forked_error(self._pid)
+        _require_process(self._pid)
 
     def _settle(self, call: Call, result: object) -> None:
         """Hand a result on, unless the await was cancelled or the group has ended."""
@@ -486,105 +488,22 @@ class Communicator(ABC):
         if self._failure is None:
             self._failure = failure
         pending, self._pending = self._pending, {}
-        for call, future in pending.items():
-            _let_fail(call, future, self._failure)
+        _let_fail(pending, self._failure)
 
 
-def _let_fail(call: Call, future: asyncio.Future[object], failure: Failure) -> None:
-    loop = future.get_loop()
-    if not future.done() and not loop.is_closed():
-        future.set_exception(failure.error())
-        future.exception()  # already known: every later call raises it
-        if call.then is not None:
-            loop.call_soon(call.then, future)
+def _let_fail(pending: dict[Call, asyncio.Future[object]], failure: Failure) -> None:
+    for call, future in pending.items():
+        loop = future.get_loop()
+        if not future.done() and not loop.is_closed():
+            future.set_exception(failure.error())
+            future.exception()  # already known: every later call raises it
+            if call.then is not None:
+                loop.call_soon(call.then, future)
 
 
-def _forked_error(pid: int) -> ContextError:
-    return ContextError(
-        f"This communicator belongs to process {pid}, and this one was forked from it. Fork before "
-        "connecting, or start processes with the 'spawn' method."
-    )
-
-
-def require_timeout(timeout: object) -> float | None:
-    """Check a timeout in seconds.
-
-    Raises:
-        TypeError: If it is not a number.
-        ValueError: If it is not above 0.
-    """
-    if timeout is None:
-        return None
-    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool):
-        raise TypeError(f"timeout is a number of seconds or None, got {timeout!r}.")
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout must be above 0 seconds, or None to wait; got {timeout!r}.")
-    return float(timeout)
-
-
-def require_members(ranks: Iterable[int], own: int, size: int) -> tuple[int, ...]:
-    """Return the ranks of a split, ascending.
-
-    Raises:
-        TypeError: If they are not integers.
-        ValueError: If one is not in the group or given twice, or this worker is left out.
-    """
-    members = tuple(ranks)
-    if not all(isinstance(each, int) and not isinstance(each, bool) for each in members):
-        raise TypeError(f"split takes the ranks of workers, got {members!r}.")
-    if len(set(members)) != len(members) or not all(0 <= rank < size for rank in members):
-        raise ValueError(f"split takes different ranks from 0 to {size - 1}, got {list(members)}.")
-    if own not in members:
-        raise ValueError(f"Worker {own} is not in the group {list(members)} to split.")
-    return tuple(sorted(members))
-
-
-def require_writable(x: object) -> Array:
-    """Check that an array can be filled in where it is.
-
-    Raises:
-        ValueError: If it cannot.
-    """
-    array = as_array(x, COMPLETE)
-    if array is not x or not array.flags.writeable:
-        raise ValueError(
-            "all_gather with sizes fills in an array where it is: a NumPy array that is "
-            "contiguous, writable and in native byte order. Pass a copy that is."
+def _require_process(pid: int) -> None:
+    if pid != os.getpid():
+        raise ContextError(
+            f"This communicator belongs to process {pid}, and this one was forked from it. Fork "
+            "before connecting, or start processes with the 'spawn' method."
         )
-    return array
-
-
-def require_sizes(array: Array, sizes: Sequence[int], count: int) -> tuple[int, ...]:
-    """Return the sizes of parts of an array; even ones of its rows where none are given.
-
-    Raises:
-        ValueError: If they are not those of parts of a flat array.
-    """
-    if not sizes:
-        rows, more = divmod(len(array), count)
-        return tuple(rows + (rank < more) for rank in range(count))
-    found = tuple(sizes)
-    if len(found) != count or min(found) < 0 or array.shape != (sum(found),):
-        raise ValueError(
-            f"Parts of {count} workers have {count} sizes, together those of a flat array; got an "
-            f"array of shape {array.shape} and sizes {list(found)}."
-        )
-    return found
-
-
-def as_array(x: object, where: str) -> Array:
-    """Return a C-contiguous NumPy array of numbers in native byte order; `x` itself if it is one.
-
-    Raises:
-        TypeError: If it holds something else.
-    """
-    if isinstance(x, np.ma.MaskedArray):
-        raise TypeError(f"{where} would drop the mask of {x!r}. Pass x.filled(value).")
-    array = np.asarray(x)
-    if array.dtype.kind not in "biufc" and array.dtype.name != "bfloat16":
-        raise TypeError(
-            f"{where} sends booleans and numbers, got {type(x).__name__} of dtype {array.dtype}."
-        )
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
-    return array if array.flags.c_contiguous else array.copy(order="C")

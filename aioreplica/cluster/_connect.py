@@ -6,7 +6,8 @@ import os
 
 from ..context import REGISTRY
 from ..errors import ContextError
-from ._communicator import Communicator, require_timeout
+from ._arguments import require_timeout
+from ._communicator import Communicator
 from ._environment import resolve
 from ._local import LocalCommunicator
 from ._mpi import MpiCommunicator

@@ -64,7 +64,8 @@ def resolve(
         return _from_slurm(values)
     if "JOB_COMPLETION_INDEX" in values:
         return _from_kubernetes(values, num_workers)
-    return ClusterResolver(num_workers=num_workers or 1, source="no launcher")
+    count = 1 if num_workers is None else num_workers
+    return ClusterResolver(num_workers=count, source="no launcher")
 
 
 _MPI = (

@@ -24,6 +24,7 @@ from ..devices import CompletionQueue, Op, lane_table, running_loop
 from ..devices.backends import reduce_arrays
 from ..errors import ContextError, LoopMismatchError, WorkerLostError
 from ..tree import Array
+from ._arguments import as_integers
 from ._communicator import (
     AGREE,
     ALL_GATHER,
@@ -85,8 +86,10 @@ class LocalCommunicator(Communicator):
         if spawn is not None and (not callable(spawn) or is_async(spawn)):
             raise TypeError(f"spawn must be a plain function, which starts a task; got {spawn!r}.")
         require_no_yield(spawn, "LocalCommunicator.group")
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        found = as_integers([size])
+        if found is None or found[0] < 1:
             raise ValueError(f"A group has at least 1 worker, got {size!r}.")
+        (size,) = found
         lane_names = tuple(f"worker:{rank}" for rank in range(size))
         origin = _Origin(size, size, spawn, copy_context())
         group = _Group(tuple(range(size)), lane_names, timeout, [], origin)

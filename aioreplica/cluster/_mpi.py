@@ -30,7 +30,8 @@ from ..context import REGISTRY
 from ..devices import CompletionQueue, Lane, Op, new_gate
 from ..errors import ContextError, StallError, WorkerLostError
 from ..tree import Array
-from ._communicator import ENDED, LOST, STALLED, Failure, require_timeout
+from ._arguments import require_timeout
+from ._communicator import ENDED, LOST, STALLED, Failure
 from ._engine import EngineCommunicator, has_ended
 from ._environment import WORKERS_BEFORE
 from ._poller import Poller

@@ -19,7 +19,8 @@ from weakref import WeakValueDictionary
 from ..context import REGISTRY
 from ..devices import CompletionQueue, Lane, Op
 from ..errors import AioReplicaError, ContextError, StallError, WorkerLostError
-from ._communicator import ENDED, LOST, STALLED, Communicator, Failure, require_timeout
+from ._arguments import require_timeout
+from ._communicator import ENDED, LOST, STALLED, Communicator, Failure
 from ._engine import EngineCommunicator, forget, has_ended
 from ._environment import MEETING, WORKERS_BEFORE, is_added
 from ._poller import Poller

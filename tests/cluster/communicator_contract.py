@@ -173,6 +173,18 @@ async def _reduced(c: Communicator, size: int) -> Any:
     return await c.all_reduce(np.ones(size))
 
 
+async def takes_integers_of_numpy(c: Communicator) -> None:
+    sizes: Any = np.ones(c.size, np.int64)
+    assert (await c.reduce_scatter(np.arange(c.size), "sum", sizes)).tolist() == [c.rank * c.size]
+    whole = np.full(c.size, c.rank)
+    assert (await c.all_gather(whole, sizes)).tolist() == [*range(c.size)]
+    last: Any = np.int64(c.size - 1)
+    assert await c.broadcast(c.rank, root=last) == c.size - 1
+    ranks: Any = np.arange(c.size)
+    async with c.split(ranks) as split:
+        assert await split.all_reduce(1) == c.size
+
+
 async def bad_arguments_change_nothing(c: Communicator) -> None:
     before = c.statistics().calls
     with pytest.raises(TypeError, match="numbers, got list of dtype <U1"):
@@ -192,6 +204,8 @@ async def bad_arguments_change_nothing(c: Communicator) -> None:
             c.reduce_scatter(np.ones(4), "sum", sizes)
         with pytest.raises(ValueError, match=f"Parts of {c.size} workers have {c.size} sizes"):
             c.all_gather(np.ones(4), sizes)
+    with pytest.raises(TypeError, match=r"sizes are integers, one per worker, got \[1.0"):
+        c.reduce_scatter(np.ones(c.size), "sum", [1.0] * c.size)  # type: ignore[list-item]
     for array in ([1.0] * c.size, np.frombuffer(bytes(c.size), np.uint8), np.ones(2 * c.size)[::2]):
         with pytest.raises(ValueError, match="fills in an array where it is"):
             c.all_gather(array, [1] * c.size)
@@ -232,6 +246,7 @@ CHECKS = (
     keeps_the_order_of_calls,
     results_are_the_callers,
     an_abandoned_call_goes_on,
+    takes_integers_of_numpy,
     bad_arguments_change_nothing,
     splits,
 )

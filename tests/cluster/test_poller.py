@@ -22,7 +22,7 @@ from aioreplica.cluster._engine import Visit
 from aioreplica.cluster._torch import TorchTransport
 from aioreplica.cluster._transport import PASSED, WAITING, Note
 from aioreplica.devices import CompletionQueue, Lane, Op
-from aioreplica.errors import StallError, WorkerLostError
+from aioreplica.errors import ContextError, StallError, WorkerLostError
 from aioreplica.typing import ReduceOp
 from tests.cluster.thread_engine import ThreadCommunicator, Wires
 from tests.strategies.workers import only
@@ -97,6 +97,12 @@ async def test_the_lane_does_not_look_before_the_call_is_queued_that_starts_it()
     assert come[0] == "guard"
     poller.rest()
     lane.stop()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not is_so():
+            await asyncio.sleep(0)
 
 
 async def close(*groups: Group) -> None:
@@ -211,6 +217,46 @@ async def test_a_group_leaves_behind_the_abandoned_calls_of_its_splits(
     await closing
     assert groups[0].link.ended is None
     await close(groups[1:], splits[1:])
+
+
+async def test_a_worker_that_closes_takes_its_splits_along_and_the_others_are_told() -> None:
+    """Also of a split that it has never asked for."""
+    group = ThreadCommunicator.group(3, timeout=60.0)
+    pairs = [c.split([0, 1]) for c in group[:2]]
+    inner = [c.split([0, 1]) for c in pairs]
+    unknown = group[2].split([0, 2])
+    await asyncio.gather(*(c.barrier() for c in inner))
+    last, _ = [c.all_reduce(1) for c in pairs]
+    waits = [c.barrier() for c in (pairs[1], inner[1], unknown)]
+    await group[0].aclose()
+    assert pairs[0].is_closed
+    for call in (last, pairs[0].barrier, inner[0].barrier):
+        with pytest.raises(ContextError, match=r"that this is a split of was closed"):
+            await (call() if callable(call) else call)
+    for each in waits:
+        with pytest.raises(WorkerLostError, match="Worker 0 has closed the communicator before"):
+            await each
+    await asyncio.gather(*(each.aclose() for each in (*group[1:], *pairs, *inner, unknown)))
+    assert group[0].link.members == []
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+async def test_a_close_that_was_cancelled_goes_on_and_the_others_are_told(
+    monkeypatch: pytest.MonkeyPatch, is_split: bool
+) -> None:
+    monkeypatch.setattr(_engine, "CLOSE_S", 0.01)
+    first, second = ThreadCommunicator.group(2)
+    (first.split([0, 1]) if is_split else first).barrier()  # the lane waits there
+    closing = asyncio.ensure_future(first.aclose())
+    await until(lambda: first.is_closed)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    await until(lambda: first.link.ended is not None)
+    with pytest.raises(WorkerLostError, match="Worker 0 closed the communicator"):
+        await second.barrier()
+    await until(lambda: not first.link.members)
+    await second.aclose()
 
 
 async def test_the_end_of_a_group_is_seen_by_all_of_its_heads_and_by_no_other_group() -> None:

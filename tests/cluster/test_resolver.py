@@ -53,6 +53,12 @@ def test_without_a_launcher_there_is_one_worker() -> None:
     assert (alone.cluster_spec, alone.coordinator_address) == ({}, None)
 
 
+@pytest.mark.parametrize("number", [0, -1])
+def test_without_a_launcher_the_number_of_workers_is_looked_at_too(number: int) -> None:
+    with pytest.raises(ValueError, match=f"num_workers is 1 or more, got {number}"):
+        resolve({}, num_workers=number)
+
+
 @pytest.mark.parametrize("launcher", [OPEN_MPI, MPICH])
 def test_workers_that_mpi_has_added_come_behind_the_others(launcher: dict[str, str]) -> None:
     started = resolve(launcher)
@@ -180,6 +186,11 @@ def test_malformed_variables(environment: dict[str, str], text: str) -> None:
         ({"coordinator_address": "a b:1"}, ValueError, "'host:port'"),
         ({"task_type": "chief", "task_id": 1}, ValueError, "one chief"),
         ({"cluster_spec": [("worker", ["a:1"])]}, TypeError, "mapping"),
+        (
+            {"cluster_spec": {"worker": {"a:1", "b:1"}}},
+            TypeError,
+            "a list of addresses",
+        ),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
