@@ -36,7 +36,9 @@ class LocalSGD:
     Every worker has a strategy of its own, such as a `MirroredStrategy`, whose replicas meet in
     each step as ever. After `every` steps the workers exchange the differences of their variables
     since the last exchange, once, and all go on from the same values. In between the variables of
-    different workers differ, and so do the slots of `optimizer`, always.
+    different workers differ, and so do the slots of `optimizer`, always. Variables of integers and
+    booleans, such as a global step, take no part: `start` gives them to all, then they are each
+    worker's own.
 
     Make it in `strategy.scope()`, behind the model; `start` it, then use it inside the step like
     the optimizer.
@@ -51,7 +53,7 @@ class LocalSGD:
 
     Raises:
         TypeError: If an argument is of the wrong type, or a variable of half precision.
-        ValueError: If `every` is below 1, or the strategy has no trainable variables.
+        ValueError: If `every` is below 1, or the strategy has no trainable variables of floats.
         ContextError: If made inside a replica, or for a strategy that has several workers itself.
 
     Example:
@@ -104,15 +106,7 @@ class LocalSGD:
                 f"optimizer belongs to {owner!r}. Make both in the scope of one."
             )
         self._owner = owner
-        trained: tuple[Variable, ...] = owner.trainable_variables
-        if not trained:
-            raise ValueError("LocalSGD found no trainable variables. Make it behind the model.")
-        for each in trained:
-            if working_dtype(each.dtype) != each.dtype:
-                raise TypeError(
-                    f"LocalSGD takes no variables of half precision, and {each.name!r} is "
-                    f"{each.dtype}. Keep it in float32."
-                )
+        trained, self._counts = _parted(owner.trainable_variables)
         self._anchors = {
             each: new_variable(owner, each.components[0], f"{each.name}/anchor") for each in trained
         }
@@ -225,7 +219,7 @@ class LocalSGD:
             As `minimize`.
         """
         require_cross_replica_context("LocalSGD.start")
-        if tuple(self._owner.trainable_variables) != tuple(self._anchors):
+        if {*self._owner.trainable_variables} != {*self._anchors, *self._counts}:
             raise ContextError(
                 "Trainable variables were made, or let go, after LocalSGD was made. Make it behind "
                 "the model, and keep the model."
@@ -292,7 +286,7 @@ class LocalSGD:
 
     async def _take_first_values(self) -> None:
         """Take the values of worker 0, and all that it remembers."""
-        ours = [*self._anchors, *self.variables]
+        ours = [*self._anchors, *self.variables, *self._counts]
         await self._agreed(FIRST_MEETING, [])
         told = [await self._communicator.broadcast(each.components[0], 0) for each in ours]
         changes = dict(zip(ours, told, strict=True))
@@ -366,7 +360,8 @@ class LocalSGD:
         Raises:
             MergeMismatchError: If they are not.
         """
-        kinds = [f"{each.name} {each.dtype}{list(each.shape)}" for each in self._anchors]
+        ours = (*self._anchors, *self._counts)
+        kinds = [f"{each.name} {each.dtype}{list(each.shape)}" for each in ours]
         text = f"{self._every} {self._compression!r} {self._outer is None} {kinds}"
         digest = int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
         rows, totals = await self._communicator.all_gather_then_reduce(
@@ -390,6 +385,30 @@ async def _mean_of_rows(communicator: Communicator, rows: IndexedSlices) -> Inde
     parts = [IndexedSlices(values[i], every[i], rows.dense_shape) for i in range(len(every))]
     mean: IndexedSlices = reduce_leaves(ReduceOp.MEAN, parts)
     return mean
+
+
+def _parted(
+    variables: Sequence[Variable],
+) -> tuple[tuple[Variable, ...], tuple[Variable, ...]]:
+    """Return what is averaged, and what counts: integers and booleans have no gradients.
+
+    Raises:
+        ValueError: If nothing is averaged.
+        TypeError: If something of that is of half precision.
+    """
+    counts = tuple(each for each in variables if each.dtype.kind in "biu")
+    trained = tuple(each for each in variables if each.dtype.kind not in "biu")
+    if not trained:
+        raise ValueError(
+            "LocalSGD found no trainable variables of floats. Make it behind the model."
+        )
+    for each in trained:
+        if working_dtype(each.dtype) != each.dtype:
+            raise TypeError(
+                f"LocalSGD takes no variables of half precision, and {each.name!r} is "
+                f"{each.dtype}. Keep it in float32."
+            )
+    return trained, counts
 
 
 def _write(arrays: dict[Variable, Array]) -> None:

@@ -130,6 +130,41 @@ async def test_values_assigned_before_the_start_are_where_all_begin(options: Any
     assert await on_workers([program] * 2) == [[10.0, 20.0, 30.0]] * 2
 
 
+@pytest.mark.parametrize("has_outer", [False, True])
+async def test_counts_and_flags_begin_alike_and_are_each_workers_own(has_outer: bool) -> None:
+    """They were averaged, wrongly, or an error at the first exchange."""
+
+    async def program(c: Communicator, strategy: ar.MirroredStrategy) -> Any:
+        with strategy.scope():
+            step_count = ar.Variable(0, name="global_step")
+            small = ar.Variable(np.uint8(10 + c.rank))
+            flags = ar.Variable(np.array([True, bool(c.rank)]))
+            outer = SGD(**NESTEROV) if has_outer else None
+        descent = Descent(c, strategy, every=2, outer=outer)
+        if c.rank == 0:
+            await step_count.assign(5)
+        await descent.local.start()
+        begun = int(step_count.value), int(small.value), flags.value.tolist()
+
+        async def loss_step() -> None:
+            await descent.local.minimize(
+                lambda: (descent.w.value**2).sum(), [descent.w], step_count
+            )
+
+        for _ in range(3):
+            await strategy.run(loss_step)
+        if c.rank:
+            await small.assign(np.uint8(250))
+        await strategy.run(loss_step)
+        assert descent.local.at_exchange
+        return begun, int(step_count.value), int(small.value), descent.values()
+
+    first, second = await on_workers([program] * 2)
+    assert first[0] == second[0] == (5, 10, [True, False])
+    assert (first[1:3], second[1:3]) == ((9, 10), (9, 250))
+    assert first[3] == second[3]
+
+
 async def test_in_between_workers_differ_and_it_says_so() -> None:
     async def program(c: Communicator, strategy: ar.MirroredStrategy) -> Any:
         descent = Descent(c, strategy)
@@ -321,12 +356,13 @@ async def test_wrong_arguments_are_refused() -> None:
     async def program(c: Communicator, strategy: ar.MirroredStrategy) -> None:
         with strategy.scope():
             sgd = SGD(0.1)
+            count = ar.Variable(0)
             with pytest.raises(ValueError, match="Make it behind the model"):
                 LocalSGD(c, sgd, every=2)
             half = ar.Variable(np.zeros(2, "f2"), name="half")
             with pytest.raises(TypeError, match="'half' is float16"):
                 LocalSGD(c, sgd, every=2)
-        del half
+        del count, half
         wrong: list[tuple[Any, type[Exception], str]] = [
             ((None, sgd, 2), TypeError, "takes an ar.cluster.Communicator"),
             ((c, None, 2), TypeError, "takes an optimizer"),
