@@ -6,6 +6,7 @@ A batch that went wrong is learned in halves, down to the examples to blame.
 from __future__ import annotations
 
 import asyncio
+import logging
 import numbers
 import sqlite3
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from ._prequential import Judged
     from ._serving import Serving
     from ._settings import Settings
+
+LOGGER = logging.getLogger("aioreplica.online")
 
 INLINE_STEP_BYTES = 256 * 1024
 """An optimizer's step that reads and writes no more than this runs on the event loop, which serves
@@ -133,7 +136,6 @@ class Learning:
         state: Everything that steps change.
         learned_number: Every number up to it was learned into the variables, or set aside.
         last_version: No greater version was ever published, as far as is known.
-        failure: Why nothing is learned any more; "" if something is.
         failures: The examples that failed since the last step that was kept.
         has_failed: Whether something has failed since then.
         has_skipped: Whether `last_version` is behind all versions of before.
@@ -157,7 +159,7 @@ class Learning:
         self.state = DescribedState(settings.variables)
         self.learned_number = 0
         self.last_version = 0
-        self.failure = ""
+        self._failure = ""
         self.failures = FailuresInARow(settings.max_failures_in_a_row)
         self.has_failed = False
         self.has_skipped = True
@@ -173,6 +175,17 @@ class Learning:
         self._settings = settings
         self._serving = serving
         self._dead = dead
+
+    @property
+    def failure(self) -> str:
+        """Why nothing is learned any more, which is logged; "" if something is."""
+        return self._failure
+
+    @failure.setter
+    def failure(self, text: str) -> None:
+        if text and text != self._failure:
+            LOGGER.error("Nothing is learned any more: %s", text)
+        self._failure = text
 
     @property
     def settled_number(self) -> int:
@@ -229,6 +242,11 @@ class Learning:
                 if self.failures.is_last_straw:
                     return await self._take_back(part[0].number, text)
                 self.failures.add(part[0], self.learned_number)
+                if not self._dead.num_added:
+                    LOGGER.warning(
+                        "Example %s was set aside, the first one. Further ones are counted, in "
+                        "statistics().num_dead: %s", part[0].number, text,
+                    )  # fmt: skip
                 await self._dead.add(part[0].number, part[0].example, text)
                 settle(part[0], text)
                 self.learned_number = part[0].number

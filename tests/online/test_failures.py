@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,27 @@ async def test_a_broken_step_sets_nothing_aside_and_its_examples_are_learned_lat
         assert program.learned() == [1] * 31
         assert learner.statistics().queue_depth == 0
     assert program.learned() == [1] * 31
+
+
+@pytest.mark.asyncio
+async def test_the_log_tells_when_learning_stops(caplog: pytest.LogCaptureFixture) -> None:
+    """Of dead letters only the first: whoever submits examples could fill it."""
+    async with Counting() as program:
+        learner = program.learner
+        for i in range(6):
+            ticket = await learner.submit(example(i, RAISES if i % 2 else 0))
+            with suppress(PoisonedExampleError):
+                await ticket
+        learner.step_fn = broken
+        for i in range(6, 12):
+            await learner.submit(example(i))
+        await until_state(learner, "failed")
+        failure = learner.statistics().failure
+    told = [(each.levelname, each.getMessage()) for each in caplog.records]
+    assert [level for level, _ in told] == ["WARNING", "ERROR"]
+    assert "Example 2 was set aside" in told[0][1]
+    assert "a bad mood" in told[0][1]
+    assert told[1][1] == f"Nothing is learned any more: {failure}"
 
 
 @pytest.mark.asyncio
