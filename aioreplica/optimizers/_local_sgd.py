@@ -48,7 +48,8 @@ class LocalSGD:
         optimizer: Takes the steps in between.
         every: After how many steps to exchange.
         outer: Takes the mean difference for a gradient, in place of the plain average: DiLoCo has
-            `SGD(0.7, momentum=0.9, nesterov=True)`. Its rule and learning rate are used.
+            `SGD(0.7, momentum=0.9, nesterov=True)`. Its rule and learning rate are used, which
+            have to be the same on all workers.
         compression: What is done to the differences on their way.
 
     Raises:
@@ -121,6 +122,7 @@ class LocalSGD:
         }
         self._num_steps = new_variable(owner, np.int64(0), "local_steps")
         self._num_exchanges = new_variable(owner, np.int64(0), "local_exchanges")
+        self._settings = _settings_of(self)
         self._has_met = False
 
     # ---- in the step -----------------------------------------------------------------------
@@ -149,7 +151,8 @@ class LocalSGD:
         Raises:
             Exception: As `Optimizer.minimize`, and what ends the communicator.
             ContextError: If `start` was not called, or the step function is not async.
-            MergeMismatchError: If workers are not at the same exchange, or have other variables.
+            MergeMismatchError: If workers are not at the same exchange, or have other variables or
+                settings, such as a learning rate of `outer`.
 
         Cancellation:
             An exchange that has begun is completed: the other workers take part in it.
@@ -287,7 +290,9 @@ class LocalSGD:
     async def _take_first_values(self) -> None:
         """Take the values of worker 0, and all that it remembers."""
         ours = [*self._anchors, *self.variables, *self._counts]
-        await self._agreed(FIRST_MEETING, [])
+        rate = None if self._outer is None else self._outer.learning_rate
+        rate = None if callable(rate) else rate
+        await self._agreed(_head(FIRST_MEETING, self._settings, rate), [])
         told = [await self._communicator.broadcast(each.components[0], 0) for each in ours]
         changes = dict(zip(ours, told, strict=True))
         if not changes[self._num_steps]:  # values may have been assigned since the last exchange
@@ -298,6 +303,10 @@ class LocalSGD:
     async def _exchange(self) -> None:
         """Take the mean of how far all workers have come since the last exchange."""
         trained, number = list(self._anchors), int(self._num_exchanges.components[0])
+        outer, prepared, rate = self._outer, None, None
+        if outer is not None:
+            rate = learning_rate_at(outer.learning_rate, number)
+            prepared = outer.prepare(rate, number)
         pairs = [(old.components[0], new.components[0]) for new, old in self._anchors.items()]
         is_large = sum(old.nbytes for old, _ in pairs) > INLINE_STEP_BYTES
 
@@ -305,20 +314,17 @@ class LocalSGD:
             return (await run_together([fn]))[0] if is_large else fn()
 
         differences = await done(lambda: [np.asarray(old - new) for old, new in pairs])
-        means = await self._mean(number, differences)
-        changes = await done(lambda: self._moved(trained, means, number))
+        means = await self._mean(_head(number, self._settings, rate), differences)
+        changes = await done(lambda: self._moved(trained, means, prepared))
         changes[self._num_steps] = np.array(0)
         changes[self._num_exchanges] = np.array(number + 1)
         _write(changes)
 
     def _moved(
-        self, trained: Sequence[Variable], means: Sequence[Array], number: int
+        self, trained: Sequence[Variable], means: Sequence[Array], prepared: Any
     ) -> dict[Variable, Array]:
         """Return new values, anchors and outer slots."""
         outer, changes = self._outer, {}
-        prepared = None
-        if outer is not None:
-            prepared = outer.prepare(learning_rate_at(outer.learning_rate, number), number)
         for variable, mean in zip(trained, means, strict=True):
             anchor, slots = self._anchors[variable], self._slots[variable]
             old = anchor.components[0]
@@ -331,16 +337,16 @@ class LocalSGD:
             changes[variable] = changes[anchor] = new
         return changes
 
-    async def _mean(self, number: int, differences: list[Array]) -> Sequence[Array]:
+    async def _mean(self, head: Array, differences: list[Array]) -> Sequence[Array]:
         """Return the mean of all workers' differences, in rank order."""
         if self._compression is None:
-            return await self._agreed(number, differences)
+            return await self._agreed(head, differences)
         rank = self._communicator.rank
         code = Compressed(self._compression, ReduceOp.MEAN, [differences], [rank])
         try:
             [coded] = code.encode()
             dense = [each for each in coded if not isinstance(each, IndexedSlices)]
-            totals = iter(await self._agreed(number, dense))
+            totals = iter(await self._agreed(head, dense))
             means = [
                 await _mean_of_rows(self._communicator, each)
                 if isinstance(each, IndexedSlices)
@@ -354,18 +360,14 @@ class LocalSGD:
         code.commit()
         return decoded
 
-    async def _agreed(self, number: int, arrays: list[Array]) -> list[Array]:
-        """Average arrays over the workers, if all are at this exchange.
+    async def _agreed(self, head: Array, arrays: list[Array]) -> list[Array]:
+        """Average arrays over the workers, if all have this head.
 
         Raises:
-            MergeMismatchError: If they are not.
+            MergeMismatchError: If they have not.
         """
-        ours = (*self._anchors, *self._counts)
-        kinds = [f"{each.name} {each.dtype}{list(each.shape)}" for each in ours]
-        text = f"{self._every} {self._compression!r} {self._outer is None} {kinds}"
-        digest = int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
         rows, totals = await self._communicator.all_gather_then_reduce(
-            np.array([number, digest]),
+            head,
             lambda rows: bool((rows == rows[0]).all()),
             list(arrays),
             ReduceOp.MEAN,
@@ -411,6 +413,28 @@ def _parted(
     return trained, counts
 
 
+def _head(number: int, settings: str, rate: float | None) -> Array:
+    """Return what has to be the same on all workers: the exchange, and a hash."""
+    at = "" if rate is None else f"{rate:.6g}"  # other machines may round a schedule otherwise
+    data = f"{settings} {at}".encode()
+    return np.array([number, int.from_bytes(blake2b(data, digest_size=7).digest(), "little")])
+
+
+def _settings_of(local: LocalSGD) -> str:
+    """Describe what has to be the same on all workers, besides the learning rate of `outer`."""
+    outer, ours = local._outer, (*local._anchors, *local._counts)
+    kinds = [f"{each.name} {each.dtype}{list(each.shape)}" for each in ours]
+    rule = ""
+    if outer is not None:
+        numbers = {
+            name: value if isinstance(value, int) else float(value)
+            for name, value in sorted(vars(outer).items())
+            if isinstance(value, (int, float))
+        }
+        rule = f"{type(outer).__qualname__} {outer.slot_names} {numbers}"
+    return f"{local._every} {local._compression!r} {rule} {kinds}"
+
+
 def _write(arrays: dict[Variable, Array]) -> None:
     changes = {}
     for variable, array in arrays.items():
@@ -448,8 +472,9 @@ def _reason(rows: Any) -> str:
     numbers = [int(number) for number in rows[:, 0]]
     if len(set(numbers)) == 1:
         return (
-            "The workers' LocalSGD differ in `every`, `outer`, `compression`, or in the names, "
-            "dtypes or shapes of variables. Run the same program on all of them."
+            "The workers' LocalSGD differ in `every`, `compression`, `outer` (its class, numbers "
+            "or learning rate), or in the names, dtypes or shapes of variables. Run the same "
+            "program on all of them."
         )
     at = ", ".join(
         f"worker {rank} at {'its start' if n == FIRST_MEETING else f'exchange {n}'}"

@@ -12,7 +12,7 @@ from aioreplica.checkpoint import Savepoint
 from aioreplica.cluster import Communicator, LocalCommunicator
 from aioreplica.collectives import Float16, TopK
 from aioreplica.errors import ContextError, MergeMismatchError, WorkerLostError
-from aioreplica.optimizers import SGD, LocalSGD
+from aioreplica.optimizers import SGD, Adagrad, LocalSGD, RMSprop
 from tests.sequencer import idle
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_task_left")]
@@ -311,6 +311,48 @@ async def test_workers_that_differ_are_told(difference: str) -> None:
     for error in await on_workers([program] * 2, return_exceptions=True):
         assert isinstance(error, MergeMismatchError), error
         assert text in error.reason
+
+
+OUTER: dict[str, Callable[[int], Any]] = {
+    "rate": lambda rank: SGD(0.7 - 0.6 * rank),
+    "schedule": lambda rank: SGD(lambda i: 0.7 if i < 1 else 0.5 - 0.1 * rank),
+    "slots": lambda rank: SGD(0.7, momentum=0.9 * rank),
+    "number": lambda rank: SGD(0.7, momentum=0.9 - 0.1 * rank),
+    "flag": lambda rank: SGD(0.7, momentum=0.9, nesterov=bool(rank)),
+    "class": lambda rank: [Adagrad, RMSprop][rank](0.7),
+    "none": lambda rank: SGD(1.0) if rank else None,
+}
+
+
+@pytest.mark.parametrize("make", OUTER.values(), ids=OUTER)
+async def test_outer_optimizers_that_differ_are_told(make: Callable[[int], Any]) -> None:
+    """Each worker went on with its own, and nothing said so."""
+
+    async def program(c: Communicator, strategy: ar.MirroredStrategy) -> Any:
+        with strategy.scope():
+            outer = make(c.rank)
+        return await trained(12, outer=outer)(c, strategy)
+
+    for error in await on_workers([program] * 2, return_exceptions=True):
+        assert isinstance(error, MergeMismatchError), error
+        assert "`outer` (its class, numbers or learning rate)" in error.reason
+
+
+async def test_a_rate_changed_on_one_worker_is_told_and_a_schedule_is_asked_once() -> None:
+    asked: list[int] = []
+
+    async def program(c: Communicator, strategy: ar.MirroredStrategy) -> Any:
+        with strategy.scope():
+            outer = SGD(lambda i: asked.append(i) or 0.7)  # type: ignore[func-returns-value]
+        descent = Descent(c, strategy, outer=outer)
+        await descent.local.start()
+        await descent.steps(8)
+        outer.learning_rate = 0.7 if c.rank else 0.6
+        await descent.steps(4)
+
+    for error in await on_workers([program] * 2, return_exceptions=True):
+        assert isinstance(error, MergeMismatchError), error
+    assert sorted(asked) == [0, 0, 1, 1]
 
 
 async def test_a_cancelled_step_completes_the_exchange_that_it_has_begun() -> None:
