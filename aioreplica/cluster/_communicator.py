@@ -424,8 +424,8 @@ class Communicator(ABC):
     # ---- for adapters --------------------------------------------------------------------
 
     @abstractmethod
-    def _enqueue(self, call: Call) -> None:
-        """Queue a call; `_settle` is called on the event loop when it has ended."""
+    def _enqueue(self, call: Call) -> Callable[[], None] | None:
+        """Queue a call; `_settle` is called on the event loop when it has ended, or by a result."""
 
     @abstractmethod
     def _absent(self) -> tuple[int, ...] | None:
@@ -460,14 +460,11 @@ class Communicator(ABC):
         self._require_open()
         future: asyncio.Future[object] = running_loop(call.kind).create_future()
         call.number, call.what = self._num_calls, self._what
-        self._pending[call] = future  # first: it may be over at once
+        resolve = self._enqueue(call)
         self._num_calls += 1
-        try:
-            self._enqueue(call)
-        except BaseException:
-            self._num_calls -= 1
-            self._pending.pop(call, None)
-            raise
+        self._pending[call] = future
+        if resolve is not None:  # it is over
+            resolve()
         return future
 
     def _require_open(self) -> None:

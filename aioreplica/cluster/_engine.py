@@ -17,7 +17,7 @@ import asyncio
 import math
 import os
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from time import monotonic
@@ -87,8 +87,8 @@ class EngineCommunicator(Communicator):
 
     # ---- on the event loop ---------------------------------------------------------------
 
-    def _enqueue(self, call: Call) -> None:
-        self.link.visit(Visit(self, call), self.queue)
+    def _enqueue(self, call: Call) -> Callable[[], None] | None:
+        return self.link.visit(Visit(self, call), self.queue)
 
     def performed(self, call: Call, result: Any, error: BaseException | None) -> None:
         """Learn on the event loop what a call has come to."""

@@ -101,7 +101,7 @@ class LocalCommunicator(Communicator):
         size = self._group.origin.first_size
         return int(self._lane_name.removeprefix("worker:")) % size, size
 
-    def _enqueue(self, call: Call) -> None:
+    def _enqueue(self, call: Call) -> None:  # it is never over at once
         self._group.expect(call.number)
         self._send(partial(self._group.deliver, self.rank, call))
 

@@ -249,19 +249,19 @@ class Link:
         self.poller.put(op)
         return op
 
-    def visit(self, visit: Visit, queue: deque[Entry]) -> None:
+    def visit(self, visit: Visit, queue: deque[Entry]) -> Callable[[], None] | None:
         """Perform a visit behind those of its queue; on the event loop.
 
         One that a task waits for is attempted here, and at once, as the loop may be busy next: to
         wake the lane and to be woken by it takes longer than an exchange with workers that have
-        come. The lane gets what is not over then.
+        come. The lane gets what is not over then; of what is, what brings the result is returned.
         """
         poller, is_over = self.poller, False
         lock = poller.lock
         is_attempted = visit.call.is_awaited and not queue and not poller.has_jobs
         if lock is None or not is_attempted or not lock.acquire(blocking=False):
             poller.add(queue, visit)  # the lane may be in the middle of another group's call
-            return
+            return None
         try:
             is_over = visit.attempt(self._patience_s)
         finally:
@@ -270,8 +270,7 @@ class Link:
                 poller.add(queue, visit)
         # Who is early is so again: it looks once, until the others are the early ones.
         self._patience_s = PATIENCE_S if visit.has_met else 0.0
-        if is_over:
-            visit.resolve()
+        return visit.resolve if is_over else None
 
     def alarm(self, group: Group, number: int, text: str) -> Op[object]:
         """Raise an alarm in a group."""
