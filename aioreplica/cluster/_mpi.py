@@ -477,6 +477,9 @@ class MpiTransport(Transport):
     def unreachable(self) -> tuple[int, ...]:
         return ()
 
+    def forget(self, group: Group) -> None:
+        pass  # messages of a split have a tag, no more
+
     def end(self) -> None:
         self._runtime.failed = True
         if self not in self._runtime.held:  # notes may still come

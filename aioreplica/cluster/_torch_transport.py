@@ -21,11 +21,11 @@ from typing import Any, final
 import numpy as np
 
 from ..devices import CompletionQueue, Lane, Op
-from ..errors import ContextError
+from ..errors import ContextError, WorkerLostError
 from ..tree import Array
 from ._communicator import ENDED, LOST, Failure
 from ._rows import workers_in_words
-from ._torch_reserves import Caller, Meeting, say_closed
+from ._torch_reserves import KEEPER_S, Caller, Meeting, Questions, say_closed
 from ._torch_resize import CONNECT_S, meet_more, meet_survivors
 from ._torch_store import ANSWER_S, JOIN_PAUSE_S, LEAVE_S, Answer, is_kept_by_torchrun
 from ._transport import PASSED, WAITING, Group, GroupEndedError, Note, Poll, Transport, joined
@@ -35,6 +35,7 @@ SLACK_S = 5.0  # Gloo's own timeout comes after ours, which knows who is missing
 NOTES_S = 0.05  # between two questions to the store
 WORDS_S = 0.4  # between two that ask for the newest word of each worker too
 MAX_WORDS = 16  # of one worker, each of another group
+CONNECTING_S = 1.0  # between two looks whether those live who have not come to connect a split
 ALIVE_S = 1.0  # for the others to say that they live
 ALIVE_LONG_S = 3.0  # if more than one has not: rather is one of them slow
 
@@ -162,13 +163,14 @@ class TorchTransport(Transport):
             return _poll_of(begin(gloo), self._ring, held)
         if not self._is_open:
             raise RuntimeError("The process groups have been destroyed.")
-        connecting = self._connecting(group)
+        connecting, require_living = self._connecting(group), self._watch(group)
         poll: Poll | None = None
 
         def poll_once_connected() -> bool:
             nonlocal poll
             if poll is None:
                 if not connecting.is_done:
+                    require_living()
                     return False
                 self._gloo[group.name] = gloo = connecting.result()
                 poll = _poll_of(begin(gloo), self._ring, held)
@@ -195,6 +197,27 @@ class TorchTransport(Transport):
         answer = Answer(connect)
         self._on_a_thread(answer.make)
         return answer
+
+    def _watch(self, group: Group) -> Callable[[], None]:
+        """Return what checks that the others of a split live, who may not have come to connect it.
+
+        Gloo waits for them without a word: they are asked in their own stores, now and then.
+        """
+        questions = Questions(self._dist, self._reserves, self._completions, KEEPER_S)
+        others = [group.ranks[each] for each in group.others if self._reserves.addresses]
+        look_at = monotonic() + CONNECTING_S
+
+        def require_living() -> None:
+            nonlocal look_at
+            if monotonic() < look_at:
+                return
+            look_at = monotonic() + CONNECTING_S
+            words = {each: questions.word(each) for each in others}
+            gone = tuple(each for each, word in words.items() if word is not None and word.is_gone)
+            if gone:
+                raise WorkerLostError("The split has not been connected yet.", ranks=gone)
+
+        return require_living
 
     def _on_a_thread(self, fn: Callable[[], None]) -> None:
         lane = Lane("torch.groups", nice=0)
@@ -267,6 +290,9 @@ class TorchTransport(Transport):
     # ---- the end -------------------------------------------------------------------------
 
     def explain(self, error: Exception, what: str) -> Failure | None:
+        if isinstance(error, WorkerLostError):  # of a split that was not connected
+            self.end()
+            return _lost(error.ranks, what, str(error))
         if not isinstance(error, RuntimeError):
             return None
         with suppress(RuntimeError):
@@ -285,9 +311,7 @@ class TorchTransport(Transport):
             return Failure(LOST, f"{text} Restart from the newest checkpoint.", (0,))
         if not missing:
             return Failure(ENDED, f"torch.distributed failed in {what}: {reason}")
-        are = "is" if len(missing) == 1 else "are"
-        text = f"{workers_in_words(missing)} {are} gone; noticed in {what}: {reason}"
-        return Failure(LOST, f"{text} Restart from the newest checkpoint.", missing)
+        return _lost(missing, what, reason)
 
     def _missing(self) -> tuple[int, ...]:
         """Say that this worker lives; return those that do not say so in time.
@@ -308,6 +332,9 @@ class TorchTransport(Transport):
     def unreachable(self) -> tuple[int, ...]:
         is_here = self.rank == 0 or is_kept_by_torchrun()
         return (0,) if self.store.is_silent and not is_here else ()
+
+    def forget(self, group: Group) -> None:
+        self._gloo.pop(group.name, None)
 
     def end(self) -> None:
         """Close the connections; on a thread, as Gloo first waits for what is on its way."""
@@ -361,6 +388,12 @@ class TorchTransport(Transport):
         if self._pid == os.getpid():
             say_closed(self._dist, self._reserves)
             self._let_go().clear()
+
+
+def _lost(ranks: tuple[int, ...], what: str, reason: str) -> Failure:
+    are = "is" if len(ranks) == 1 else "are"
+    text = f"{workers_in_words(ranks)} {are} gone; noticed in {what}: {reason}"
+    return Failure(LOST, f"{text} Restart from the newest checkpoint.", ranks)
 
 
 def changes_timeouts(version: str) -> bool:

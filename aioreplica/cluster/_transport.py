@@ -175,6 +175,10 @@ class Transport(ABC):
         """Return the workers without whom no note comes any more; usually none."""
 
     @abstractmethod
+    def forget(self, group: Group) -> None:
+        """Give back what a split has used, which all of its members have left."""
+
+    @abstractmethod
     def end(self) -> None:
         """Make the group useless for everybody, so that those who wait in the engine return."""
 
@@ -231,6 +235,7 @@ class Link:
         self._completions: CompletionQueue | None = None
         self._is_told = False  # of the end, to the others
         self._left: dict[tuple[str, int], int] = {}
+        self._leaving: dict[str, Group] = {}  # splits that this worker has left, not all others
         self._words: dict[int, tuple[float, Note]] = {}  # the newest of each worker, and since when
         self._words_of: dict[tuple[str, int], Note] = {}  # likewise, in each group
         self._held: list[object] = [] if held is None else held
@@ -424,6 +429,25 @@ class Link:
         if gone:
             self.end(Failure(LOST, closed_text(gone, visit.call), gone))
 
+    def leave(self, group: Group, num_calls: int) -> None:
+        """Tell the others that this worker makes no more calls in a group."""
+        note = Note(LEFT, self.transport.rank, group.name, num_calls)
+        self.transport.tell(note)
+        if group.name:
+            self._left[group.name, note.rank], self._leaving[group.name] = num_calls, group
+            self._forget(group.name)
+
+    def _forget(self, name: str) -> None:
+        """Let go of a split that all have left; not before, as some may be in its last call."""
+        group = self._leaving.get(name)
+        if group is None or any((name, each) not in self._left for each in group.ranks):
+            return
+        del self._leaving[name]
+        for each in group.ranks:
+            del self._left[name, each]
+            self._words_of.pop((name, each), None)
+        self.transport.forget(group)
+
     def _calls_of(self, member: int, group: Group) -> float:
         """Return how many calls of a group one makes that has left, which may not know of it."""
         most = 0 if ("", member) in self._left else math.inf
@@ -441,6 +465,7 @@ class Link:
                 self._hear(note, monotonic())
             elif note.kind == LEFT:
                 self._left[note.group, note.rank] = note.number
+                self._forget(note.group)
             elif note.kind == ALARM and self._completions is not None:
                 self._completions.call_soon(partial(self._hand_on, note))
             elif self.ended is None:
@@ -525,8 +550,7 @@ class Leave:
         if not group.name and any(each.queue for each in others):
             return None
         if link.ended is None:
-            rank = link.transport.rank
-            link.transport.tell(Note(LEFT, rank, group.name, self._num_calls))
+            link.leave(group, self._num_calls)
         return (lambda: True) if group.name else link.transport.close()
 
     def resolve(self) -> None:

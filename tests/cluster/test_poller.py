@@ -20,11 +20,11 @@ from aioreplica.cluster import Communicator, LocalCommunicator, _engine, _poller
 from aioreplica.cluster._communicator import AGREE, ENDED, NOTHING, Call, Failure
 from aioreplica.cluster._engine import Visit
 from aioreplica.cluster._torch import TorchTransport
-from aioreplica.cluster._transport import PASSED, WAITING, Note
+from aioreplica.cluster._transport import PASSED, WAITING, Note, name_of
 from aioreplica.devices import CompletionQueue, Lane, Op
 from aioreplica.errors import ContextError, StallError, WorkerLostError
 from aioreplica.typing import ReduceOp
-from tests.cluster.thread_engine import ThreadCommunicator, Wires
+from tests.cluster.thread_engine import ThreadCommunicator, ThreadTransport, Wires
 from tests.strategies.workers import only
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_task_left")]
@@ -217,6 +217,30 @@ async def test_a_group_leaves_behind_the_abandoned_calls_of_its_splits(
     await closing
     assert groups[0].link.ended is None
     await close(groups[1:], splits[1:])
+
+
+async def test_a_split_is_given_back_when_all_have_left_it_and_not_before() -> None:
+    """Some may be in its last call."""
+    group = ThreadCommunicator.group(3, timeout=60.0)
+    transports = [c.link.transport for c in group]
+    pairs = [c.split([0, 1]) for c in group[:2]]
+    name = name_of("", [0, 1], "0")
+
+    def forgotten() -> list[list[str]]:
+        return [each.forgotten for each in transports if isinstance(each, ThreadTransport)]
+
+    async def meet() -> None:
+        await asyncio.gather(*(c.barrier() for c in group))  # and read what was said before
+
+    await asyncio.gather(*(c.barrier() for c in pairs))
+    await pairs[0].aclose()
+    await meet()
+    assert forgotten() == [[], [], []]
+    await pairs[1].aclose()
+    assert forgotten() == [[], [name], []]
+    await meet()
+    assert forgotten() == [[name], [name], []]
+    await close(group)
 
 
 async def test_a_worker_that_closes_takes_its_splits_along_and_the_others_are_told() -> None:

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from aioreplica.cluster import ClusterResolver, _torch, _torch_reserves
+from aioreplica.cluster import ClusterResolver, _torch, _torch_reserves, _torch_transport
 from aioreplica.cluster._processes import ProcessId, require_own_program
-from aioreplica.cluster._torch_reserves import Caller, Reserves, own_host_towards
+from aioreplica.cluster._torch_reserves import Caller, Questions, Reserves, Word, own_host_towards
 from aioreplica.cluster._torch_store import Store, StoreSilentError
-from aioreplica.cluster._torch_transport import changes_timeouts
+from aioreplica.cluster._torch_transport import TorchTransport, changes_timeouts
+from aioreplica.cluster._transport import Group
 from aioreplica.devices import CompletionQueue
 from aioreplica.errors import ContextError, WorkerLostError
 
@@ -64,6 +65,41 @@ def test_a_worker_tells_the_others_an_address_that_they_reach(
     monkeypatch.setattr(_torch_reserves, "_addresses", lambda *_: found)
 
     assert own_host_towards(address, rank) == own
+
+
+@pytest.mark.asyncio
+async def test_who_waits_for_others_to_connect_a_split_asks_whether_they_live(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, gone, asked = [0.0], set[int](), list[int]()
+
+    def word(_: Questions, rank: int) -> Word:
+        asked.append(rank)
+        return Word(is_gone=rank in gone)
+
+    monkeypatch.setattr(_torch_transport, "monotonic", lambda: now[0])
+    monkeypatch.setattr(Questions, "word", word)
+    monkeypatch.setattr(TorchTransport, "_connecting", lambda *_: SimpleNamespace(is_done=False))
+    monkeypatch.setattr(TorchTransport, "end", lambda _: None)
+    transport = object.__new__(TorchTransport)
+    transport._gloo, transport._is_open, transport._dist = {}, True, None  # type: ignore[assignment]
+    transport._reserves = Reserves("g", ["a:1", "b:1", "c:1", "d:1"])
+    transport._completions = CompletionQueue.of_running_loop()
+    poll = transport._exchange(Group(0, (0, 1, 3), "/0,1,3.0"), lambda _gloo: None)
+
+    for now[0] in (0.5, 1.0, 1.5, 2.0):
+        assert not poll()
+    assert asked == [1, 3] * 2  # not always
+    gone.update((2, 3))
+    now[0] = 3.0
+    with pytest.raises(WorkerLostError) as lost:
+        poll()
+
+    assert lost.value.ranks == (3,)
+    failure = transport.explain(lost.value, "barrier #0")
+    assert failure is not None
+    assert failure.ranks == (3,)
+    assert failure.text.startswith("Worker 3 is gone; noticed in barrier #0: ")
 
 
 def test_an_unknown_name_leads_nowhere() -> None:

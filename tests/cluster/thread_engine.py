@@ -55,10 +55,12 @@ class ThreadTransport(Transport):
 
     Attributes:
         num_added: How often it was called.
+        forgotten: The names of splits that all have left.
     """
 
     def __init__(self, wires: Wires, rank: int, *, added: Sequence[str] = ()) -> None:
         self.added, self.num_added = added, 0
+        self.forgotten: list[str] = []
         self.rank, self.size = rank, len(wires.notes)
         self._wires = wires
         self._num_exchanges: Counter[str] = Counter()  # by group
@@ -129,6 +131,9 @@ class ThreadTransport(Transport):
 
     def unreachable(self) -> tuple[int, ...]:
         return ()
+
+    def forget(self, group: Group) -> None:
+        self.forgotten.append(group.name)
 
     def end(self) -> None:
         with self._wires.changed:

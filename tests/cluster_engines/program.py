@@ -164,6 +164,28 @@ async def leaving(c: Communicator, argument: str) -> Any:
     return error
 
 
+async def dead_before(c: Communicator, argument: str) -> Any:
+    """Worker 1 is killed before the first use of a split, without a timeout."""
+    split = c.split(range(c.size))
+    split._timeout = None
+    await c.barrier()
+    if c.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return await _error_of(split)
+
+
+async def many_splits(c: Communicator, argument: str) -> Any:
+    """Return how many threads there are more after many splits than after a few."""
+    counts = []
+    for _ in range(8):
+        for _ in range(3):
+            async with c.split(range(c.size)) as split:
+                await split.all_reduce(1)
+            await c.barrier()
+        counts.append(sum(1 for _ in Path("/proc/self/task").iterdir()))
+    return counts[-1] - counts[1]
+
+
 async def kill(c: Communicator, argument: str) -> Any:
     """One worker is killed in the middle of many reductions."""
     victim = int(argument)

@@ -128,6 +128,21 @@ def test_a_worker_that_closes_with_a_split_open_is_named(launch: Launcher, tmp_p
         assert "Worker 1 has closed the communicator before all_reduce #1" in each["text"]
 
 
+@pytest.mark.parametrize("launch", [partial(mpi, options=ULFM), gloo], ids=["mpi", "gloo"])
+def test_a_worker_that_is_gone_before_the_first_call_of_a_split_is_named(launch: Launcher) -> None:
+    launched = launch(3, "dead_before")
+    assert sorted(launched.results) == [0, 2], launched.output
+    for row in launched.results.values():
+        assert (row["error"], row["ranks"]) == ("WorkerLostError", [1]), row
+        assert row["after"] < SECONDS
+
+
+@both
+def test_splits_that_are_closed_leave_no_thread(launch: Launcher) -> None:
+    """Each had three with Gloo; those of the last few may not be known as left by all."""
+    assert max(results_of(launch(2, "many_splits"), 2)) < 18
+
+
 @pytest.mark.parametrize("turn", range(int(os.environ.get("TEST_KILLS", "2"))))
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("engine", ["ulfm", "gloo"])
