@@ -3,6 +3,7 @@
 import asyncio
 import random
 import re
+import subprocess
 
 import pytest
 
@@ -182,6 +183,17 @@ def test_runs_that_differ_are_not_tried() -> None:
     assert report.failure is not None
     assert isinstance(report.failure.error, art.NondeterminismError)
     assert (report.confirmed, report.confirmation_runs, report.verdict) == (None, 0, "")
+
+
+def test_what_is_not_simulated_is_not_called_confirmed() -> None:
+    async def main() -> None:
+        await asyncio.to_thread(subprocess.run, ["true"], check=True)
+
+    for fidelity in ("reorder", "asyncio"):
+        report = art.explore(main, schedules=3, fidelity=fidelity)
+        assert report.failure is not None
+        assert isinstance(report.failure.error, art.RealIOError)
+        assert (report.confirmed, report.verdict) == (None, "")
 
 
 def test_a_cancellation_in_asyncios_own_order_is_confirmed() -> None:
