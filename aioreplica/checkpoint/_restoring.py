@@ -232,9 +232,9 @@ def relabelled(manifest: Manifest, now: Callable[[str], str | None]) -> Manifest
 
 
 def _gathered(state: State, manifest: Manifest) -> Manifest:
-    """Return a manifest in which each list or dict of scalars of NumPy is one value.
+    """Return a manifest in which each list or dict of scalars is one value.
 
-    Releases up to 0.1.0 saved each of the scalars as an array.
+    Releases up to 0.1.0 had an entry for each if one is NumPy's, or a key is a bool.
     """
     entries = dict(manifest.entries)
     for key, entry in state.entries.items():
@@ -255,7 +255,7 @@ def _gathered_value(
     records = [own.get(below(key, str(name)), EntryRecord("")) for name in names]
     scalars = [each for each in records if each.kind == "array" and each.shape == ()]
     num_plain = sum(each.kind == "value" and not each.tensors for each in records)
-    if not scalars or not len(scalars) + num_plain == len(records) == len(own):
+    if not records or not len(scalars) + num_plain == len(records) == len(own):
         return None
     numbers = iter(range(len(scalars)))
     values: Any = [

@@ -42,7 +42,7 @@ SCALARS = frozenset(np.dtype(code).type for code in "?bBhHiIlLqQefd")
 """Those of NumPy that are numbers of plain data, as which they are written."""
 _WITH_SCALARS = NUMBERS | SCALARS
 _IN_CONTAINERS = PLAIN | SCALARS
-_NAMES = frozenset({str, int})
+_NAMES = frozenset({str, int, bool})
 _IN_A_TUPLE = (
     "{!r} in the state is {!r} in a tuple, where a restore could not put another value. Use a list "
     "or dict."

@@ -67,7 +67,10 @@ def export_spans(
 
     Raises:
         ImportError: If opentelemetry-api is not installed.
+        TypeError: If it is neither a strategy nor a CheckpointManager.
     """
+    if not isinstance(strategy, (Strategy, CheckpointManager)):
+        raise TypeError(f"Spans are those of a strategy or a CheckpointManager, got {strategy!r}.")
     try:
         from opentelemetry import trace
     except ImportError as error:

@@ -86,7 +86,10 @@ def serve(
     Raises:
         ImportError: If prometheus-client is not installed.
         OSError: If the port is in use, or the address is not this host's.
+        ValueError: If the port is no number from 0 to 65535.
     """
+    if not isinstance(port, int) or not 0 <= port <= 65535:
+        raise ValueError(f"port must be a number from 0 to 65535, got {port!r}.")
     try:
         import prometheus_client
     except ImportError as error:

@@ -72,7 +72,7 @@ class Prequential:
 
     Raises:
         ValueError: If a name is no identifier, or a number below 1.
-        TypeError: If something is not callable.
+        TypeError: If something is not callable, or the metrics are no mapping.
     """
 
     def __init__(
@@ -93,8 +93,10 @@ class Prequential:
             if function is not None and not callable(function):
                 raise TypeError(f"{name} must be callable, got {function!r}.")
             require_no_yield(function, "Prequential")
+        if not isinstance(metrics, Mapping):
+            raise TypeError(f"metrics must be figures by name, as {{'mae': fn}}, got {metrics!r}.")
         for name, metric in metrics.items():
-            if not name.isidentifier():
+            if not isinstance(name, str) or not name.isidentifier():
                 raise ValueError(f"The name of a figure must be an identifier, got {name!r}.")
             if not isinstance(metric, Metric) and not callable(metric):
                 raise TypeError(f"The figure {name!r} must be callable, got {metric!r}.")

@@ -177,6 +177,14 @@ async def test_a_scalar_takes_no_other_number(saved: Any, start: Any, tmp_path: 
         assert fresh["best"] is start
 
 
+async def test_names_may_be_bools(tmp_path: Path) -> None:
+    async with ar.CheckpointManager(tmp_path) as manager:
+        await manager.save(1, {"p": {True: 1, 0: 2}})
+        fresh: dict[str, Any] = {"p": {}}
+        await manager.restore(fresh)
+        assert repr(fresh["p"]) == "{True: 1, 0: 2}"
+
+
 async def test_scalars_that_were_saved_one_by_one_are_put_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -352,6 +352,14 @@ async def test_saves_and_restores_are_spans_where_they_were_asked_for(
     assert all(span.end_time >= span.start_time for span in found)
 
 
+async def test_spans_of_anything_else_are_refused() -> None:
+    with (
+        pytest.raises(TypeError, match="Spans are those of a strategy .*, got None"),
+        export_spans(None),  # type: ignore[arg-type]
+    ):
+        pass
+
+
 async def test_a_missing_package_names_the_extra(
     solo: ar.OneDeviceStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -185,6 +185,15 @@ async def test_a_port_in_use_is_named(registry: Any) -> None:
             pass
 
 
+async def test_a_port_that_is_none_is_refused(registry: Any) -> None:
+    for port in (-1, 65536, "80"):
+        with (
+            pytest.raises(ValueError, match=rf"port must be .* to 65535, got {port!r}\."),
+            prometheus.serve(port, registry=registry),  # type: ignore[arg-type]
+        ):
+            pass
+
+
 async def test_runs_and_waits_are_histograms(registry: Any, pair: ar.MirroredStrategy) -> None:
     with prometheus.export(pair, registry=registry, name="x"):
         for _ in range(3):

@@ -12,7 +12,7 @@ import aioreplica as ar
 from aioreplica import testing as art
 from aioreplica.errors import PoisonedExampleError
 from aioreplica.online._failures import Backoff, FailuresInARow, has_any
-from aioreplica.online._intake import Taken
+from aioreplica.online._intake import Taken, dead_error
 
 from .program import RAISES, Counting, example
 
@@ -270,6 +270,11 @@ def test_wrong_limits_are_said(argument: Any, error: type[Exception]) -> None:
 
 
 # ---- the decisions -------------------------------------------------------------------------
+
+
+def test_an_error_that_is_a_sentence_ends_with_one_full_stop() -> None:
+    for error in ("ValueError: bad", "ValueError: bad."):
+        assert str(dead_error(3, error)).startswith("Example 3 was set aside: ValueError: bad. Lo")
 
 
 def test_failures_in_a_row_are_counted_until_a_step_is_kept() -> None:

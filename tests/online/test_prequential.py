@@ -249,6 +249,8 @@ def test_a_hook_that_hangs_ends_too() -> None:
     [
         ({"window": 0}, ValueError, "window"),
         ({"metrics": {"a b": error}}, ValueError, "identifier"),
+        ({"metrics": {5: error}}, ValueError, "identifier, got 5"),
+        ({"metrics": [error]}, TypeError, "metrics must be figures by name"),
         ({"metrics": {"a": 3}}, TypeError, "'a' must be callable"),
         ({"on_drift": "mail"}, TypeError, "on_drift must be callable"),
     ],
