@@ -447,8 +447,9 @@ class Intake:
 def dead_error(number: int, error: str) -> PoisonedExampleError:
     """Return what the ticket of a dead letter raises."""
     return PoisonedExampleError(
-        f"Example {number} was set aside: {error.removesuffix('.')}. Look at learner.dead_letters(); after a change "
-        "of the step function, `await learner.retry(number)` takes it again.",
+        f"Example {number} was set aside: {error.removesuffix('.')}. Look at "
+        "learner.dead_letters(); after a change of the step function, `await "
+        "learner.retry(number)` takes it again.",
         number=number,
     )
 

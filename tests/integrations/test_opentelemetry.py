@@ -354,7 +354,7 @@ async def test_saves_and_restores_are_spans_where_they_were_asked_for(
 
 async def test_spans_of_anything_else_are_refused() -> None:
     with (
-        pytest.raises(TypeError, match="Spans are those of a strategy .*, got None"),
+        pytest.raises(TypeError, match=r"Spans are those of a strategy .*, got None"),
         export_spans(None),  # type: ignore[arg-type]
     ):
         pass
