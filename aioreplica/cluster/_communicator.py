@@ -372,8 +372,8 @@ class Communicator(ABC):
         without `torchrun`, and a `LocalCommunicator`. Ranks keep their order; close this one next.
 
         Raises:
-            ContextError: If this engine cannot go on after the loss of a worker, or this is a
-                split of another communicator.
+            ContextError: If this engine cannot go on after the loss of a worker, the group works,
+                or this is a split of another communicator.
             StallError: If not all workers that are left came before the timeout.
             WorkerLostError: If another one was lost meanwhile: call it again. Or if it is this one.
 
@@ -486,6 +486,11 @@ class Communicator(ABC):
             self._failure = failure
         pending, self._pending = self._pending, {}
         _let_fail(pending, self._failure)
+
+
+def nothing_lost_error() -> ContextError:
+    """Return the error of `shrink` for a group that works."""
+    return ContextError("No worker of this group was lost, so there is nothing to shrink.")
 
 
 def _let_fail(pending: dict[Call, asyncio.Future[object]], failure: Failure) -> None:

@@ -40,6 +40,7 @@ from ._communicator import (
     Call,
     Communicator,
     Failure,
+    nothing_lost_error,
 )
 from ._rows import closed_text, crossed_failure, difference_of, group_in_words, stall_text
 
@@ -321,12 +322,12 @@ class _Group:
         if number not in self._meetings:
             self._meetings[number] = _Meeting()
             if len(self._meetings) == 1:
-                self._count_time(number)
+                self._count_time()
 
-    def _count_time(self, number: int) -> None:
-        if self.timeout is not None and self._loop is not None:
-            timer = self._loop.call_later(self.timeout, self._time_is_up, number)
-            self._meetings[number].timer = timer
+    def _count_time(self) -> None:
+        if self._meetings and self.timeout is not None and self._loop is not None:
+            number, oldest = next(iter(self._meetings.items()))
+            oldest.timer = self._loop.call_later(self.timeout, self._time_is_up, number)
 
     def deliver(self, rank: int, call: Call) -> None:
         """Take what a worker brings to a call; the last one lets all of them go on."""
@@ -342,8 +343,7 @@ class _Group:
         del self._meetings[call.number]
         if meeting.timer is not None:
             meeting.timer.cancel()
-        if self._meetings:
-            self._count_time(min(self._meetings))
+        self._count_time()
         calls = [meeting.calls[each] for each in range(self.size)]
         try:
             for each in calls:
@@ -431,7 +431,7 @@ class _Group:
                 ranks=(rank,),
             )
         if failure is None:
-            raise ContextError("No worker of this group was lost, so there is nothing to shrink.")
+            raise nothing_lost_error()
 
     def absent(self) -> tuple[int, ...] | None:
         """Return the workers that have not come to the oldest call; None if none is open."""

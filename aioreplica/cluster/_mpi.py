@@ -31,7 +31,7 @@ from ..devices import CompletionQueue, Lane, Op, new_gate
 from ..errors import ContextError, StallError, WorkerLostError
 from ..tree import Array
 from ._arguments import require_timeout
-from ._communicator import ENDED, LOST, STALLED, Failure
+from ._communicator import ENDED, LOST, STALLED, Failure, nothing_lost_error
 from ._engine import EngineCommunicator, has_ended
 from ._environment import WORKERS_BEFORE
 from ._poller import Poller
@@ -100,6 +100,8 @@ class MpiCommunicator(EngineCommunicator):
         return made
 
     async def _resized(self, num_new: int) -> MpiCommunicator:
+        if not (num_new or self.has_failed):
+            raise nothing_lost_error()
         runtime = REGISTRY.once("mpi", MpiRuntime)
         runtime.check_process()
         transport = self.link.transport

@@ -20,7 +20,7 @@ from ..context import REGISTRY
 from ..devices import CompletionQueue, Lane, Op
 from ..errors import AioReplicaError, ContextError, StallError, WorkerLostError
 from ._arguments import require_timeout
-from ._communicator import ENDED, LOST, STALLED, Communicator, Failure
+from ._communicator import ENDED, LOST, STALLED, Communicator, Failure, nothing_lost_error
 from ._engine import EngineCommunicator, forget, has_ended
 from ._environment import MEETING, WORKERS_BEFORE, is_added
 from ._poller import Poller
@@ -92,6 +92,8 @@ class TorchCommunicator(EngineCommunicator):
             )
         if num_new:
             require_own_program("grow")
+        elif not self.has_failed:
+            raise nothing_lost_error()
         transport = self.link.transport
         assert isinstance(transport, TorchTransport)  # made by `connect`
         met = partial(transport.met_anew, num_new, self._failure)

@@ -8,13 +8,23 @@ from typing import Any
 import pytest
 
 from aioreplica.cluster import ClusterResolver, _torch, _torch_reserves, _torch_transport
+from aioreplica.cluster._engine import EngineCommunicator
+from aioreplica.cluster._mpi import MpiCommunicator
 from aioreplica.cluster._processes import ProcessId, require_own_program
-from aioreplica.cluster._torch_reserves import Caller, Questions, Reserves, Word, own_host_towards
+from aioreplica.cluster._torch import TorchCommunicator
+from aioreplica.cluster._torch_reserves import (
+    Caller,
+    Questions,
+    Reserves,
+    Word,
+    own_host_towards,
+)
 from aioreplica.cluster._torch_store import Store, StoreSilentError
 from aioreplica.cluster._torch_transport import TorchTransport, changes_timeouts
-from aioreplica.cluster._transport import Group
+from aioreplica.cluster._transport import Group, Link
 from aioreplica.devices import CompletionQueue
 from aioreplica.errors import ContextError, WorkerLostError
+from tests.cluster.thread_engine import ThreadTransport, Wires, new_poller
 
 
 @pytest.mark.asyncio
@@ -37,6 +47,17 @@ async def test_a_store_that_goes_while_workers_meet_is_a_loss(
         _torch.join(resolver, Caller(1.0, CompletionQueue.of_running_loop(), []))
 
     assert told.value.ranks == (0,)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("adapter", [MpiCommunicator, TorchCommunicator])
+async def test_a_group_that_works_is_not_shrunk(adapter: type[EngineCommunicator]) -> None:
+    """Gloo made another group, and the one that worked was of no use any more."""
+    link = Link(ThreadTransport(Wires(1), 0), new_poller("worker:0", is_attempted=False))
+    async with adapter(link, (0,), None) as alone:
+        with pytest.raises(ContextError, match="nothing to shrink"):
+            await alone.shrink()
+        assert await alone.all_reduce(1) == 1
 
 
 @pytest.mark.asyncio
