@@ -34,6 +34,7 @@ from ._torch_reserves import (
     newest_reserves,
     no_reserve,
     reserves_in,
+    say_closed,
 )
 from ._torch_resize import CONNECT_S, DECIDING_S, settle
 from ._torch_store import Store, StoreSilentError, is_kept_by_torchrun, meet, open_store
@@ -72,7 +73,8 @@ class TorchCommunicator(EngineCommunicator):
                 not the name of one interface.
 
         Cancellation:
-            What was begun goes on in the background; connect again only in a new process.
+            What was begun goes on in the background, and others are told in their first call that
+            this worker has left; connect again only in a new process.
         """
         timeout = require_timeout(timeout)
         if resolver.rank is None:
@@ -125,7 +127,8 @@ class TorchCommunicator(EngineCommunicator):
         completions = CompletionQueue.of_running_loop()
         caller = Caller(timeout, completions, [])
         connecting: Op[TorchTransport] | None = None
-        joining: Op[Meeting] = Op(completions, met, (caller,), {}, lane)
+        meetings: list[Meeting] = []
+        joining: Op[Meeting] = Op(completions, come, (met, caller, meetings), {}, lane)
         joining.put()
         try:
             await has_ended(joining, None)
@@ -149,7 +152,9 @@ class TorchCommunicator(EngineCommunicator):
         except asyncio.CancelledError:
             caller.abandoned.append(None)
             if connecting is None:
-                joining.add_done_callback(_give_up)
+                leaving = Op(completions, give_up, (meetings, caller, the_poller().ring), {}, lane)
+                leaving.put()  # behind `joining`, whatever becomes of the loop
+                leaving.add_done_callback(forget)
             else:
                 connecting.add_done_callback(_leave)
             raise
@@ -159,12 +164,6 @@ class TorchCommunicator(EngineCommunicator):
         # Splits may be closed after the group.
         weakref.finalize(link, transport.store.close).atexit = False
         return cls(link, tuple(range(transport.size)), timeout)
-
-
-def _give_up(joining: Op[Meeting]) -> None:
-    """Let others not wait for a worker that has met them, and was cancelled."""
-    if not joining.cancelled() and joining.exception() is None:
-        joining.result().give_up()
 
 
 def _leave(connecting: Op[TorchTransport]) -> None:
@@ -230,6 +229,29 @@ def import_torch() -> tuple[ModuleType, ModuleType]:
     if not dist.is_available() or not dist.is_gloo_available():
         raise ImportError("This build of torch has no torch.distributed with Gloo. Install one.")
     return torch, dist
+
+
+def come(met: Callable[[Caller], Meeting], caller: Caller, meetings: list[Meeting]) -> Meeting:
+    """Meet others; note where."""
+    meetings.append(met(caller))
+    return meetings[-1]
+
+
+def give_up(meetings: list[Meeting], caller: Caller, ring: Callable[[], None]) -> None:
+    """Let others not wait for a worker that was cancelled, if it has met them.
+
+    Those that meet for the first time are connected all the same: they learn in their first call
+    that this one has left.
+
+    Raises:
+        ContextError: If they were connected.
+        WorkerLostError: If they could not be.
+    """
+    for meeting in meetings:
+        if meeting.before is None:
+            new_transport(meeting, caller, ring)
+        else:
+            meeting.give_up()
 
 
 def join(resolver: ClusterResolver, caller: Caller) -> Meeting:
@@ -305,6 +327,8 @@ def new_transport(meeting: Meeting, caller: Caller, ring: Callable[[], None]) ->
     except BaseException as error:
         if transport is not None:
             transport.end()
+        if caller.abandoned:
+            say_closed(dist, meeting.reserves)
         meeting.give_up()
         if not isinstance(error, RuntimeError) or isinstance(error, AioReplicaError):
             raise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from aioreplica.cluster._processes import ProcessId, require_own_program
 from aioreplica.cluster._torch import TorchCommunicator
 from aioreplica.cluster._torch_reserves import (
     Caller,
+    Meeting,
     Questions,
     Reserves,
     Word,
@@ -47,6 +50,38 @@ async def test_a_store_that_goes_while_workers_meet_is_a_loss(
         _torch.join(resolver, Caller(1.0, CompletionQueue.of_running_loop(), []))
 
     assert told.value.ranks == (0,)
+
+
+def test_a_worker_that_is_cancelled_while_it_meets_the_others_is_connected_and_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those who came later waited for it for ever."""
+    begun, goes_on, is_connected = (threading.Event() for _ in range(3))
+    meeting: Any = SimpleNamespace(before=None)
+    seen: list[tuple[Meeting, int]] = []
+
+    def meet(_caller: Caller) -> Meeting:
+        begun.set()
+        assert goes_on.wait(60)
+        return meeting
+
+    def new_transport(met: Meeting, caller: Caller, _ring: Any) -> None:
+        seen.append((met, len(caller.abandoned)))
+        is_connected.set()
+
+    async def main() -> None:
+        connecting = asyncio.ensure_future(TorchCommunicator._made(meet, None))
+        await asyncio.to_thread(begun.wait, 60)
+        connecting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+
+    monkeypatch.setattr(_torch, "new_transport", new_transport)
+    asyncio.run(main())
+    goes_on.set()
+
+    assert is_connected.wait(60)
+    assert seen == [(meeting, 1)]
 
 
 @pytest.mark.asyncio

@@ -363,6 +363,24 @@ async def left_behind(c: Communicator, argument: str) -> Any:
     return told
 
 
+async def cancelled(c: Communicator, argument: str) -> Any:
+    """Work with worker 0, which is cancelled before this one comes, see `cancel_connect`."""
+    error = await _error_of(c)
+    async with await c.shrink() as smaller:
+        Path(argument, str(c.rank)).touch()
+        return {**error, "left": int(await smaller.all_reduce(1))}
+
+
+async def cancel_connect(argument: str) -> None:
+    connecting = asyncio.ensure_future(connect(engine="torch"))
+    while not any("torch.connect" in each.name for each in threading.enumerate()):
+        await asyncio.sleep(0.01)
+    connecting.cancel()
+    await asyncio.wait([connecting])
+    Path(argument, "0").touch()
+    await until_said(argument, 2)
+
+
 def say(rank: int, result: Any) -> None:
     """Write a line in one piece: workers share a pipe, and unbuffered `print` writes two."""
     sys.stdout.write(json.dumps({"rank": rank, "result": result}) + "\n")
@@ -389,6 +407,11 @@ async def main(scenario: str, argument: str) -> None:
     if scenario == "never" and rank == 1:
         await until_said(argument, 2)
         return
+    if scenario == "cancelled":
+        if rank == 0:
+            await cancel_connect(argument)
+            return
+        await until_said(argument, 1)
     try:
         c = await connect(resolver, engine=os.environ.get("TEST_ENGINE"), timeout=timeout)
     except Exception as error:

@@ -209,6 +209,15 @@ def test_a_worker_that_never_comes(launch: Launcher, tmp_path: Path) -> None:
         assert ("Worker 1 did not come" in row["text"]) or ("Not all workers came" in row["text"])
 
 
+def test_a_worker_that_was_cancelled_before_the_others_came_does_not_let_them_wait(
+    tmp_path: Path,
+) -> None:
+    launched = gloo(2, "cancelled", str(tmp_path))
+    row = launched.results[1]
+    assert (row["error"], row["ranks"], row["left"]) == ("WorkerLostError", [0], 1), row
+    assert row["after"] < SECONDS
+
+
 @both
 def test_ctrl_c_of_the_launcher(launch: Launcher) -> None:
     if launch is mpi:
