@@ -166,7 +166,9 @@ class BatchReader:
 
     def _uneven(self, batch: object, arrays: Sequence[Array]) -> str:
         named = ", ".join(f"{p}: {a.shape}" for p, a in zip(paths(batch), arrays, strict=True))
-        if any(array.ndim == 0 for array in arrays):
+        if any(array.ndim == 0 and array.dtype.kind in "US" for array in arrays):
+            advice = " Text is no array of numbers: encode it in the source, or leave it out."
+        elif any(array.ndim == 0 for array in arrays):
             advice = " If the source yields single examples: ar.Dataset(source).batch(batch_size)."
         else:
             advice = " Make the source yield arrays with one row per example."

@@ -23,7 +23,9 @@ from collections.abc import (
     Sized,
 )
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar, final, runtime_checkable
+from typing import Any, Protocol, TypeGuard, TypeVar, final, runtime_checkable
+
+import numpy as np
 
 from ..devices import OwnLane
 from ..errors import ContextError
@@ -87,6 +89,12 @@ def _require_dataset(dataset: object) -> None:
             f"{EXPECTED}, but a {kind} holds data of one piece. Say how to cut it into batches: "
             "ar.ArrayDataset(arrays, batch_size)."
         )
+    if _is_tuple_of_columns(dataset):
+        raise TypeError(
+            f"{EXPECTED}, but a tuple of arrays of the shapes "
+            f"{', '.join(str(np.shape(each)) for each in dataset)} holds columns of one piece. Say "
+            "how to cut them into batches: ar.ArrayDataset(arrays, batch_size)."
+        )
     if isinstance(dataset, (str, bytes, type)) or inspect.isawaitable(dataset):
         raise TypeError(f"{EXPECTED}, got {dataset!r} ({kind}).")
     if not isinstance(dataset, (Iterable, AsyncIterable)) and not callable(dataset):
@@ -94,6 +102,14 @@ def _require_dataset(dataset: object) -> None:
             f"{EXPECTED}, got {dataset!r} ({kind}), which cannot be iterated. Examples that can be "
             "read by number go into a DataLoader, or as arrays into ar.ArrayDataset."
         )
+
+
+def _is_tuple_of_columns(dataset: object) -> TypeGuard[tuple[Any, ...]]:
+    """Tell whether it is arrays of one length and other numbers of axes: these are no batches."""
+    if type(dataset) is not tuple or not all(hasattr(each, "__array__") for each in dataset):
+        return False
+    shapes = [np.shape(each) for each in dataset]
+    return len({*map(len, shapes)}) > 1 and all(shapes) and len({each[0] for each in shapes}) == 1
 
 
 def _sequence_source(batches: Sequence[object]) -> Source:

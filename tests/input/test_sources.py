@@ -257,6 +257,17 @@ async def test_a_function_that_returns_no_iterable_is_an_error(pair: ar.Mirrored
             await anext(aiter(batches))
 
 
+@pytest.mark.asyncio
+async def test_a_tuple_of_columns_is_refused(pair: ar.MirroredStrategy) -> None:
+    """It would be a batch of inputs, and then one of targets."""
+    x, y = np.ones((6, 7)), np.zeros(6)
+    with pytest.raises(TypeError, match=r"shapes \(6, 7\), \(6,\) .* ar\.ArrayDataset\(arrays"):
+        pair.distribute_dataset((x, y))
+    for batches in ((x, x[:, :3]), (y, y), [x, x], ((x, y), (x, y)), (x, y[:4])):
+        async with pair.distribute_dataset(batches) as taken:
+            assert len([each async for each in taken]) == 2
+
+
 # ---- batches that are none --------------------------------------------------------------------
 
 
@@ -268,12 +279,23 @@ async def test_a_function_that_returns_no_iterable_is_an_error(pair: ar.Mirrored
         ([np.float64(1.0)], r"value: \(\).*single examples.*\.batch\(batch_size\)"),
         ([1.5], r"value: \(\)"),
         ([[1, 2, 3]], "single examples"),
+        ([(["a", "b"], np.ones(2))], r"\[0\]\[0\]: \(\).* Text is no array of numbers: encode it"),
         ([()], "no leaf"),
         ([np.ones(2), {"x": np.ones(2)}], "Global batch 1 .*has the structure"),
         ([np.ones(2), (np.ones(2),)], "has the structure"),
         ([{"x": np.ones(2)}, {"y": np.ones(2)}], "has the structure"),
     ],
-    ids=["lengths", "scalar", "float", "list", "empty", "leaf, dict", "leaf, tuple", "keys"],
+    ids=[
+        "lengths",
+        "scalar",
+        "float",
+        "list",
+        "text",
+        "empty",
+        "leaf, dict",
+        "leaf, tuple",
+        "keys",
+    ],
 )
 async def test_bad_batches_are_told_at_the_loop(
     pair: ar.MirroredStrategy, items: list[Any], text: str
