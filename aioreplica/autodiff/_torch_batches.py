@@ -84,7 +84,7 @@ class Batches:
         averaging.begin_epoch()
         averaging.saw(_num_batches(self._loader))
         has_workers = blocking.num_replicas_in_sync > self._num_local
-        averaging.check_in_sync(replica, "beginning", takes_first_values=has_workers)
+        averaging.check_in_sync(replica, "beginning of an epoch", takes_first_values=has_workers)
         reads_here = replica.local_replica_id == 0
         first = replica.replica_id_in_sync_group - replica.local_replica_id
         local: BlockingCollectives = blocking
@@ -102,7 +102,7 @@ class Batches:
             if part is OVER:
                 break
             yield part
-        averaging.check_in_sync(replica, "end")
+        averaging.check_in_sync(replica, "end of an epoch")
 
     def _draw_as_worker_0(self, blocking: Any, *, is_reader: bool) -> None:
         """Give the generators that a loader shuffles with the states they have on worker 0."""

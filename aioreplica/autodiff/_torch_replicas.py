@@ -65,7 +65,7 @@ class Averaging:
         self._inner: Callable[..., Any] | None = None
         self._entered: list[AbstractContextManager[object]] = []
         self._backward = -1
-        self._has_begun = False  # an epoch, with the values of replica 0
+        self._has_begun = False  # with the parameters that all have
         self._seen = 0
         self._handles: list[Any] = []
 
@@ -191,7 +191,8 @@ class Averaging:
                 raise TypeError(_sparse_text(name))
         is_first = replica.replica_id_in_sync_group == 0
         buffers = list(self.module.buffers())
-        told = [self._seen, *(parameter.grad is not None for _, parameter in named)]
+        grads = [parameter.grad is not None for _, parameter in named]
+        told = [self._seen, self._has_begun, *grads]
         totals, states, told = blocking.reduce_as(
             "backward",
             (
@@ -204,7 +205,9 @@ class Averaging:
         if told[0] != num_replicas * self._seen:
             raise ValueError(_BATCHES_DIFFER)
         self._seen = 0
-        for (_, parameter), total, count in zip(named, totals, told[1:], strict=True):
+        if told[1] < num_replicas:  # no batch of its loader was read
+            self.check_in_sync(replica, "first backward")
+        for (_, parameter), total, count in zip(named, totals, told[2:], strict=True):
             if count:  # one that no replica has stays None
                 mean = parameter.grad
                 if mean is None:
@@ -238,7 +241,7 @@ class Averaging:
 
         Args:
             replica: Whose module it is.
-            when: Of an epoch: its beginning, or its end.
+            when: It is, such as "end of an epoch".
             takes_first_values: Take those of replica 0 instead, if it is the first epoch.
 
         Raises:
@@ -251,7 +254,7 @@ class Averaging:
         blocking = replica.blocking
         table = np.zeros((blocking.num_replicas_in_sync, len(own)), np.int64)
         table[replica.replica_id_in_sync_group] = own
-        table = blocking.reduce_as(f"{when} of an epoch", table, _users_frame())
+        table = blocking.reduce_as(when, table, _users_frame())
         if (table[:, 0] != table[0, 0]).any():
             raise ValueError(_BATCHES_DIFFER)
         self._seen = 0
@@ -264,11 +267,13 @@ class Averaging:
             name = named[index][0]
             raise OutOfSyncError(
                 f"Parameter {name!r} of replica {replica_id} differs from that of replica 0 at the "
-                f"{when} of an epoch. Step the optimizers of all replicas alike, outside of "
-                "ar.no_sync at last, and load states before ar.prepare or on every replica.",
+                f"{when}. Read the batches that ar.prepare gave with it, where workers take the "
+                "values of worker 0; step the optimizers of all replicas alike, outside of "
+                "ar.no_sync at last; and load states before ar.prepare or on every replica.",
                 variable=name,
                 replica_id=replica_id,
             )
+        self._has_begun = True
 
 
 @final

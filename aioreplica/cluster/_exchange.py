@@ -241,7 +241,9 @@ class Exchange(asyncio.Future[T]):
             self._send(communicator)
 
     async def _connect(self) -> None:
-        self._send(await self.run.workers.connect())
+        communicator = await self.run.workers.connect()
+        self.run.workers.raise_if_broken()  # closed meanwhile
+        self._send(communicator)
 
     def _send(self, communicator: Communicator) -> None:
         """Have the engine send the frame, with what is queued by then."""

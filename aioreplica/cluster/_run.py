@@ -477,20 +477,22 @@ async def take_leave(workers: Workers) -> None:
         "that is longer."
     )
     run, is_alone = WorkersRun(workers, "-", None), False
+    left_by = workers.left_by
 
     def give_up() -> None:
         nonlocal is_alone
         is_alone = True
-        workers.break_off(late)
+        workers.break_off(error := late if left_by is None else left_by)
+        if workers._communicator is None and last is not None:  # no engine ends its wait
+            last._fail(error)
 
+    last = workers.before()
     timer = asyncio.get_running_loop().call_later(limit_s, give_up)
     try:
-        last = workers.before()
         if last is not None:
             await last.over()
         communicator = workers._communicator
         if workers._broken is None and communicator is not None:
-            left_by = workers.left_by
             workers.groups.leave(communicator, "" if left_by is None else cause_of(left_by))
             await workers.groups.over()
             await workers.groups.aclose()  # who waits for this worker in one is told now

@@ -713,6 +713,37 @@ async def test_workers_begin_with_the_values_of_worker_0() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("is_alike", [False, True])
+async def test_workers_whose_batches_are_not_read_compare_before_the_first_step(
+    is_alike: bool,
+) -> None:
+    modules = [network(), network()]
+    if not is_alike:
+        with torch.no_grad():
+            modules[1][0].bias.add_(1)
+
+    def train_without_batches(model: Any, optimizer: Any, _batches: Any) -> Any:
+        for x, y in EVEN:
+            step(model, optimizer, x, y)
+        return list(model.parameters())
+
+    async def program(strategy: ar.MultiWorkerMirroredStrategy) -> Any:
+        module = modules[strategy._runtime.workers.rank]  # type: ignore[union-attr]
+        if is_alike:
+            return (await run(strategy, module, train_without_batches))[0]
+        with pytest.raises(OutOfSyncError, match=r"'0\.bias' .* at the first backward\. Read the"):
+            await run(strategy, module, train_without_batches)
+        return [parameter.detach().clone() for parameter in module.parameters()]
+
+    first, second = await on_workers(2, 1, program)
+
+    if is_alike:
+        assert_equal(first, second, 0.0)
+    else:  # no step was made
+        assert_equal(first, network().parameters(), 0.0)
+
+
+@pytest.mark.asyncio
 async def test_loaders_of_workers_shuffle_alike() -> None:
     def look(_model: Any, _optimizer: Any, batches: Any) -> Any:
         return [x[:, 0].tolist() for _ in range(2) for x, _ in batches]

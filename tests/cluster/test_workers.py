@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
+import aioreplica as ar
 from aioreplica.cluster import _run
 from aioreplica.collectives import no_data
-from aioreplica.errors import ContextError
+from aioreplica.errors import ContextError, WorkerLostError
 from aioreplica.strategies import MultiWorkerMirroredStrategy
 from tests.sequencer import idle
 from tests.strategies.test_multi_worker_shrink import lose
-from tests.strategies.workers import on_workers
+from tests.strategies.workers import on_workers, outcomes, strategies
 
 pytestmark = pytest.mark.usefixtures("no_task_left")
 
@@ -50,6 +51,31 @@ async def test_closing_leaves_no_timer_that_would_break_what_is_opened_again() -
         assert [timer for timer in loop._scheduled if not timer.cancelled()] == []
 
     await on_workers(1, 1, program)
+
+
+@pytest.mark.asyncio
+async def test_others_that_are_late_are_told_by_what_a_worker_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_run, "CLOSING_S", 1e-3)
+
+    async def step(rank: int) -> None:
+        await ar.get_replica_context().barrier()
+        if not rank:
+            raise OSError("the data is broken")
+        while not made[1]._runtime.workers._communicator.has_failed:  # computes for long
+            await asyncio.sleep(0)
+        await ar.get_replica_context().barrier()
+
+    async def program(strategy: MultiWorkerMirroredStrategy) -> None:
+        await strategy.run(step, (strategy._runtime.workers.rank,))
+
+    made = strategies(2, 1)
+    first, second = await outcomes(made, [program] * 2)
+
+    assert isinstance(first, OSError)
+    assert isinstance(second, WorkerLostError)
+    assert "OSError: the data is broken" in str(second)
 
 
 @pytest.mark.asyncio

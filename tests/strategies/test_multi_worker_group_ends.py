@@ -13,7 +13,6 @@ from aioreplica.cluster import LocalCommunicator, _run
 from aioreplica.devices import lane_table
 from aioreplica.errors import ContextError, StallError, WorkerLostError
 from aioreplica.strategies import MultiWorkerMirroredStrategy as Strategy
-from tests.sequencer import idle
 from tests.strategies.workers import on_workers, outcomes, strategies
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("no_task_left")]
@@ -124,23 +123,19 @@ async def test_who_closes_and_waits_too_long_for_the_last_step_of_others_says_wh
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_run, "CLOSING_S", 1e-3)
-    is_over = asyncio.Event()
 
     async def step(rank: int) -> None:
         await me().barrier()
         if rank != 2:
-            await is_over.wait()
-            await idle()  # until the end of the group has come here
+            communicator = made[rank]._runtime.workers._communicator
+            while not communicator.has_failed:  # until the end of the group has come here
+                await asyncio.sleep(0)
             await me().group([0, 1]).all_reduce("sum", 1)
 
     async def program(strategy: Strategy) -> None:
         await strategy.run(step, (rank_of(strategy),))
 
     made = strategies(3, 1)
-    workers = made[2]._runtime.workers
-    assert workers is not None
-    break_off = workers.break_off
-    monkeypatch.setattr(workers, "break_off", lambda error: (break_off(error), is_over.set()))
     *others, last = await outcomes(made, [program] * 3)
     assert last is None
     for error in others:
