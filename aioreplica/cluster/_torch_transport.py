@@ -36,6 +36,7 @@ NOTES_S = 0.05  # between two questions to the store
 WORDS_S = 0.4  # between two that ask for the newest word of each worker too
 MAX_WORDS = 16  # of one worker, each of another group
 CONNECTING_S = 1.0  # between two looks whether those live who have not come to connect a split
+EXIT_S = 2.0  # for Gloo to close connections: one that does so as the interpreter ends aborts it
 ALIVE_S = 1.0  # for the others to say that they live
 ALIVE_LONG_S = 3.0  # if more than one has not: rather is one of them slow
 
@@ -339,8 +340,20 @@ class TorchTransport(Transport):
     def end(self) -> None:
         """Close the connections; on a thread, as Gloo first waits for what is on its way."""
         groups = self._let_go()
-        if groups:
-            self._on_a_thread(groups.clear)
+        if not groups:
+            return
+
+        def wait_at_exit() -> None:
+            if self._pid == os.getpid():
+                ending.wait(EXIT_S)
+
+        def let_end() -> None:
+            groups.clear()
+            atexit.unregister(wait_at_exit)
+
+        ending = Answer(let_end)
+        atexit.register(wait_at_exit)
+        self._on_a_thread(ending.make)
 
     def leave(self) -> None:
         """Give the group up, and let the others see that."""

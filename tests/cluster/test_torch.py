@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,6 +158,34 @@ async def test_who_waits_for_others_to_connect_a_split_asks_whether_they_live(
     assert failure is not None
     assert failure.ranks == (3,)
     assert failure.text.startswith("Worker 3 is gone; noticed in barrier #0: ")
+
+
+@pytest.mark.asyncio
+async def test_a_process_waits_at_its_end_for_connections_that_are_being_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The interpreter aborts a thread that comes back from there when it has ended."""
+    at_exit, gate = list[Callable[[], None]](), threading.Event()
+
+    class Groups(list[object]):
+        def clear(self) -> None:
+            assert gate.wait(60)
+            super().clear()
+
+    groups = Groups(["a group"])
+    handlers = SimpleNamespace(register=at_exit.append, unregister=at_exit.remove)
+    monkeypatch.setattr(_torch_transport, "atexit", handlers)
+    monkeypatch.setattr(_torch_transport, "EXIT_S", 60.0)
+    monkeypatch.setattr(TorchTransport, "_let_go", lambda _: groups)
+    transport = object.__new__(TorchTransport)
+    transport._pid, transport._completions = os.getpid(), CompletionQueue.of_running_loop()
+
+    transport.end()
+    (wait,) = at_exit
+    gate.set()
+    wait()
+
+    assert groups == at_exit == []
 
 
 def test_an_unknown_name_leads_nowhere() -> None:
