@@ -8,6 +8,7 @@ clocks.
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -181,6 +182,47 @@ def _call_as_worker(
             vars(threadlocals).pop("current_cancel_scope", None)
 
 
+@final
+class _Poll:
+    """A poll object that knows simulated sockets, as a client looks if a kept connection is open.
+
+    What is under way counts as if it was there. A wait for them is not simulated.
+    """
+
+    def __init__(self, real: Any, simulation: Simulation) -> None:
+        self._real = real
+        self._sockets = simulation.open_network().sockets
+        self._masks: dict[int, int] = {}
+
+    # 5 is POLLIN | POLLOUT, which not every system has.
+    def register(self, fd: Any, mask: int = 5) -> None:
+        number = fd if isinstance(fd, int) else fd.fileno()
+        if number in self._sockets:
+            self._masks[number] = mask
+        else:
+            self._real.register(fd, mask)
+
+    modify = register
+
+    def unregister(self, fd: Any) -> None:
+        number = fd if isinstance(fd, int) else fd.fileno()
+        if self._masks.pop(number, None) is None:
+            self._real.unregister(fd)
+
+    def poll(self, timeout: float | None = None) -> list[tuple[int, int]]:
+        found = []
+        for number, mask in self._masks.items():
+            sock = self._sockets.get(number)
+            ready = select.POLLNVAL
+            if sock is not None:
+                ready = mask & select.POLLIN * sock.can_read()
+                ready |= mask & select.POLLOUT * sock.can_write()
+            if ready:
+                found.append((number, ready))
+        is_told = found or (self._masks and timeout == 0)
+        return found if is_told else self._real.poll(timeout)
+
+
 def socket_patches(simulation: Simulation) -> Patches:
     """Return what to replace in `socket`; the class makes simulated sockets inside a run."""
     here, cls = simulation.is_here, socket.socket
@@ -228,7 +270,14 @@ def socket_patches(simulation: Simulation) -> Patches:
             transport.abort()
 
     real_del: Any = getattr(asyncio.StreamWriter, "__del__", None)
+    real_poll: Any = getattr(select, "poll", None)
+
+    def poll() -> object:
+        return _Poll(real_poll(), simulation) if here() else real_poll()
+
+    polls: Patches = [(select, "poll", poll)] if real_poll is not None else []
     return [
+        *polls,
         (asyncio.StreamWriter, "__del__", forget),
         (cls, "__new__", staticmethod(new)),
         (socket, "getaddrinfo", getaddrinfo),

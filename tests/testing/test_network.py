@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import http.client
+import select
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -544,6 +545,27 @@ def test_channels_of_grpc_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(art.RealIOError, match=r"grpc\.aio at .*test_network\.py"):
         art.run(main)
+
+
+@pytest.mark.skipif(not hasattr(select, "poll"), reason="no poll here")
+def test_a_poll_that_does_not_wait_sees_simulated_sockets() -> None:
+    """As httpcore asks whether a kept connection is still open; else it makes another one."""
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        with ours:
+            asked = select.poll()
+            asked.register(ours, select.POLLIN)
+            assert asked.poll(0) == []
+            asked.modify(ours.fileno(), select.POLLIN | select.POLLOUT)
+            assert asked.poll(0) == [(ours.fileno(), select.POLLOUT)]
+            asked.modify(ours, select.POLLIN)
+            theirs.close()
+            assert asked.poll(0) == [(ours.fileno(), select.POLLIN)]
+            asked.unregister(ours)
+            assert asked.poll(0) == []
+
+    art.explore(main, schedules=20).check()
 
 
 def test_a_policy_makes_a_simulated_loop() -> None:
