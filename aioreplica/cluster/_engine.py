@@ -200,7 +200,7 @@ class Visit:
 
     @property
     def leave_by(self) -> float:
-        """When its communicator, which was closed, waits no longer."""
+        """The time from which its communicator, which was closed, waits no longer."""
         return self._communicator.leave_by
 
     @property

@@ -164,8 +164,7 @@ class Exchange(asyncio.Future[T]):
         parts = self.parts
         if call is not None and parts and parts[0][2] is not None:
             parts = [part for part in parts if part[2] is call]
-        given = [summands.give_back() for _, summands, _ in parts]
-        return all(given)
+        return all([summands.give_back() for _, summands, _ in parts])  # of each
 
     def when_over(self, fn: Callable[[], object]) -> None:
         """Call something when it is over, or what is being sent of it; soon if it is over."""
@@ -389,8 +388,7 @@ class Exchange(asyncio.Future[T]):
         self.is_over = True
         if self._carry is None:
             self.run.forget(self)
-        self._carry, self._told = no_data, _nothing_told  # who holds this holds no arrays,
-        self.parts = []  # nor the turn, which holds this
+        self._carry, self._told, self.parts = no_data, _nothing_told, []  # no arrays, no turn
         queue = self._queue
         if queue and queue[0] is self:
             queue.popleft()

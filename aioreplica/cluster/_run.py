@@ -470,7 +470,9 @@ class OpenTurn:
 async def take_leave(workers: Workers) -> None:
     """Let the operations before end, and say goodbye; others may be late, or gone."""
     communicator = workers._communicator
-    limit_s = (None if communicator is None else communicator.timeout) or CLOSING_S
+    timeout = None if communicator is None else communicator.timeout
+    # A stall, which names who is missing, is told up to half a second behind its timeout.
+    limit_s = CLOSING_S if timeout is None else timeout + 1.0
     late = TimeoutError(
         f"The other workers did not come to close their strategies within {limit_s:g} s. If they "
         "have steps left that this one has no part in, let all meet behind them, or set a timeout "

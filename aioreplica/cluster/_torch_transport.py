@@ -164,7 +164,9 @@ class TorchTransport(Transport):
             return _poll_of(begin(gloo), self._ring, held)
         if not self._is_open:
             raise RuntimeError("The process groups have been destroyed.")
-        connecting, require_living = self._connecting(group), self._watch(group)
+        connecting = self._connecting(group)
+        questions = Questions(self._dist, self._reserves, self._completions, KEEPER_S)
+        require_living = _watch(group, questions if self._reserves.addresses else None)
         poll: Poll | None = None
 
         def poll_once_connected() -> bool:
@@ -198,27 +200,6 @@ class TorchTransport(Transport):
         answer = Answer(connect)
         self._on_a_thread(answer.make)
         return answer
-
-    def _watch(self, group: Group) -> Callable[[], None]:
-        """Return what checks that the others of a split live, who may not have come to connect it.
-
-        Gloo waits for them without a word: they are asked in their own stores, now and then.
-        """
-        questions = Questions(self._dist, self._reserves, self._completions, KEEPER_S)
-        others = [group.ranks[each] for each in group.others if self._reserves.addresses]
-        look_at = monotonic() + CONNECTING_S
-
-        def require_living() -> None:
-            nonlocal look_at
-            if monotonic() < look_at:
-                return
-            look_at = monotonic() + CONNECTING_S
-            words = {each: questions.word(each) for each in others}
-            gone = tuple(each for each, word in words.items() if word is not None and word.is_gone)
-            if gone:
-                raise WorkerLostError("The split has not been connected yet.", ranks=gone)
-
-        return require_living
 
     def _on_a_thread(self, fn: Callable[[], None]) -> None:
         lane = Lane("torch.groups", nice=0)
@@ -413,6 +394,30 @@ def changes_timeouts(version: str) -> bool:
     """Tell whether the timeout of a group can be changed once it is connected: from torch 2.10."""
     major, minor, *_ = version.split(".")
     return (int(major), int(minor)) >= (2, 10)
+
+
+def _watch(group: Group, questions: Questions | None) -> Callable[[], None]:
+    """Return what checks that the others of a split live, who may not have come to connect it.
+
+    Gloo waits for them without a word: they are asked in their own stores, now and then.
+
+    Raises:
+        WorkerLostError: By what is returned, if one is gone.
+    """
+    others = [] if questions is None else [group.ranks[each] for each in group.others]
+    look_at = monotonic() + CONNECTING_S
+
+    def require_living() -> None:
+        nonlocal look_at
+        if questions is None or monotonic() < look_at:
+            return
+        look_at = monotonic() + CONNECTING_S
+        words = {each: questions.word(each) for each in others}
+        gone = tuple(each for each, word in words.items() if word is not None and word.is_gone)
+        if gone:
+            raise WorkerLostError("The split has not been connected yet.", ranks=gone)
+
+    return require_living
 
 
 def _poll_of(work: Any, ring: Callable[[], None], held: tuple[object, ...]) -> Poll:

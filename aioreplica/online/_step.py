@@ -178,7 +178,7 @@ class Learning:
 
     @property
     def failure(self) -> str:
-        """Why nothing is learned any more, which is logged; "" if something is."""
+        """The reason why nothing is learned any more, which is logged; "" if something is."""
         return self._failure
 
     @failure.setter
@@ -242,12 +242,7 @@ class Learning:
                 if self.failures.is_last_straw:
                     return await self._take_back(part[0].number, text)
                 self.failures.add(part[0], self.learned_number)
-                if not self._dead.num_added:
-                    LOGGER.warning(
-                        "Example %s was set aside, the first one. Further ones are counted, in "
-                        "statistics().num_dead: %s", part[0].number, text,
-                    )  # fmt: skip
-                await self._dead.add(part[0].number, part[0].example, text)
+                await self._set_aside(part[0], text)
                 settle(part[0], text)
                 self.learned_number = part[0].number
                 done(1)
@@ -256,6 +251,14 @@ class Learning:
                 done(len(part))
                 await self._keep(part, result, judged, tell)
         return []
+
+    async def _set_aside(self, taken: Taken, text: str) -> None:
+        if not self._dead.num_added:
+            LOGGER.warning(
+                "Example %s was set aside, the first one. Further ones are counted, in "
+                "statistics().num_dead: %s", taken.number, text,
+            )  # fmt: skip
+        await self._dead.add(taken.number, taken.example, text)
 
     async def _step(self, part: list[Taken]) -> StepResult:
         self.under_way.begin()

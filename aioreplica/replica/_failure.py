@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, final
 
-from ..errors import MergeMismatchError
+from ..errors import MergeMismatchError, WorkerLostError
 
 if TYPE_CHECKING:
     pass
@@ -121,8 +121,8 @@ def resolve_failures(
 ) -> BaseException:
     """Choose what `run` raises after replicas failed on their own.
 
-    One failure, or several of the same type and text, gives the lowest replica's own exception
-    object; a note names the replicas. Different failures give an ExceptionGroup in replica order.
+    One failure, or several of the same type and text, or of the same lost workers, gives the lowest
+    replica's own exception object; a note names the replicas. Different failures give an ExceptionGroup in replica order.
 
     Args:
         failures: Replica id and exception, in any order.
@@ -150,6 +150,9 @@ def resolve_failures(
 def _alike(first: BaseException, other: BaseException) -> bool:
     if first is other:
         return True
+    # Each may have met them in a group of its own.
+    if isinstance(first, WorkerLostError) and isinstance(other, WorkerLostError):
+        return first.ranks == other.ranks
     try:
         return type(first) is type(other) and str(first) == str(other)
     except Exception:  # noqa: BLE001 - a broken str makes two of them different, no more

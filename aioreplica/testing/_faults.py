@@ -302,7 +302,7 @@ class Faults:
 
 @final
 class Targets:
-    """What came by in the runs of an exploration that faults could strike, and what they could not.
+    """Names that came by in the runs of an exploration, for faults to strike, or not.
 
     A fault that nothing came by for is a mistake in a name: it tests nothing.
     """

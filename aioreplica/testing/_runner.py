@@ -92,7 +92,7 @@ class Runner:
 
     @property
     def targets(self) -> Targets:
-        """What came by in the runs so far that faults could strike."""
+        """Names that came by in the runs so far, which faults could strike."""
         return self._sandbox.targets
 
     def run(self, schedule: Schedule, max_steps: int | None = None) -> Outcome:

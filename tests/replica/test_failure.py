@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 
 import aioreplica as ar
-from aioreplica.errors import ContextError, MergeMismatchError, ReplicaCancelledError
+from aioreplica.errors import (
+    ContextError,
+    MergeMismatchError,
+    ReplicaCancelledError,
+    WorkerLostError,
+)
 from aioreplica.replica import add_note_once
 from aioreplica.replica._failure import Failures, resolve_failures
 
@@ -43,6 +48,16 @@ def test_alike_failures_give_the_lowest_one() -> None:
     assert chosen is errors[0]
     assert errors[0].__notes__ == ["Raised in replicas 0 (cpu:0), 2 (cpu:2) at step 0 of step."]
     assert not hasattr(errors[2], "__notes__")
+
+
+def test_the_same_lost_workers_are_one_failure_whatever_each_replica_did_with_them() -> None:
+    errors = [WorkerLostError(f"gone, in group {i}", ranks=(1,)) for i in range(2)]
+
+    assert resolve_failures(list(enumerate(errors)), DEVICES[:2], 0, "step") is errors[0]
+
+    others = [*errors[:1], WorkerLostError("gone, too", ranks=(2,))]
+    chosen = resolve_failures(list(enumerate(others)), DEVICES[:2], 0, "step")
+    assert isinstance(chosen, ExceptionGroup)
 
 
 @pytest.mark.parametrize("other", [ValueError("y"), TypeError("x"), KeyboardInterrupt("x")])

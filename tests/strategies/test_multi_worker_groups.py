@@ -519,7 +519,7 @@ async def test_a_failure_leaves_groups_of_use_whatever_comes_first(failing: Step
     assert [type(each) for each in results] == [ValueError, WorkerLostError, WorkerLostError]
 
 
-@pytest.mark.explore(schedules=20, faults=art.Faults().lose_worker("worker:1"))
+@pytest.mark.explore(schedules=60, faults=art.Faults().lose_worker("worker:1"))
 async def test_a_lost_worker_is_an_error_for_those_who_wait_in_groups() -> None:
     async def program(strategy: Strategy) -> Any:
         return [strategy.local_results(await strategy.run(good)) for _ in range(3)]
