@@ -164,7 +164,7 @@ class Exchange(asyncio.Future[T]):
         parts = self.parts
         if call is not None and parts and parts[0][2] is not None:
             parts = [part for part in parts if part[2] is call]
-        return all([summands.give_back() for _, summands, _ in parts])  # of each
+        return False not in [summands.give_back() for _, summands, _ in parts]
 
     def when_over(self, fn: Callable[[], object]) -> None:
         """Call something when it is over, or what is being sent of it; soon if it is over."""

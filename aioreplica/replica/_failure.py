@@ -121,8 +121,9 @@ def resolve_failures(
 ) -> BaseException:
     """Choose what `run` raises after replicas failed on their own.
 
-    One failure, or several of the same type and text, or of the same lost workers, gives the lowest
-    replica's own exception object; a note names the replicas. Different failures give an ExceptionGroup in replica order.
+    One failure, or several of the same type and text, or of the same lost workers, gives the
+    lowest replica's own exception object; a note names the replicas. Different failures give an
+    ExceptionGroup in replica order.
 
     Args:
         failures: Replica id and exception, in any order.

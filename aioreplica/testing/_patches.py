@@ -223,6 +223,15 @@ class _Poll:
         return found if is_told else self._real.poll(timeout)
 
 
+def _poll_patches(simulation: Simulation) -> Patches:
+    real: Any = getattr(select, "poll", None)
+
+    def poll() -> object:
+        return _Poll(real(), simulation) if simulation.is_here() else real()
+
+    return [(select, "poll", poll)] if real is not None else []
+
+
 def socket_patches(simulation: Simulation) -> Patches:
     """Return what to replace in `socket`; the class makes simulated sockets inside a run."""
     here, cls = simulation.is_here, socket.socket
@@ -270,14 +279,8 @@ def socket_patches(simulation: Simulation) -> Patches:
             transport.abort()
 
     real_del: Any = getattr(asyncio.StreamWriter, "__del__", None)
-    real_poll: Any = getattr(select, "poll", None)
-
-    def poll() -> object:
-        return _Poll(real_poll(), simulation) if here() else real_poll()
-
-    polls: Patches = [(select, "poll", poll)] if real_poll is not None else []
     return [
-        *polls,
+        *_poll_patches(simulation),
         (asyncio.StreamWriter, "__del__", forget),
         (cls, "__new__", staticmethod(new)),
         (socket, "getaddrinfo", getaddrinfo),
