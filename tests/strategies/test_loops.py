@@ -337,8 +337,7 @@ def test_an_operation_whose_event_loop_ended_holds_up_nothing(
         if not closes:
             with pytest.raises(WorkerLostError, match="its event loop ended"):
                 await made[0].run(total, (1.0,))
-        with pytest.raises(LoopMismatchError):  # LocalCommunicators are of one loop
-            await made[0].aclose()
+        await made[0].aclose()  # LocalCommunicators are of one loop, which is gone
 
     asyncio.run(leave_one_waiting())
     asyncio.run(go_on())
