@@ -233,16 +233,19 @@ class Exchange(asyncio.Future[T]):
         workers.num_sent += 1
         if run.outer is not None:
             workers.groups.heed(run.outer)
-        communicator = workers.connected
-        if communicator is None:
+        if (communicator := workers.connected) is None:
             self._spawn(self._connect)
         else:
             self._send(communicator)
 
     async def _connect(self) -> None:
-        communicator = await self.run.workers.connect()
-        self.run.workers.raise_if_broken()  # closed meanwhile
-        self._send(communicator)
+        workers = self.run.workers
+        communicator = await workers.connect()
+        if not self.is_over:
+            self._send(communicator)
+        elif not workers.queue:  # it was closed meanwhile, and is not used again
+            workers._communicator = None
+            await communicator.aclose()
 
     def _send(self, communicator: Communicator) -> None:
         """Have the engine send the frame, with what is queued by then."""
@@ -265,8 +268,7 @@ class Exchange(asyncio.Future[T]):
     def _came(self, communicator: Communicator, bucket: Bucket, came: asyncio.Future[Any]) -> None:
         """Do what follows from the frames of all workers."""
         try:
-            disagreed = bucket.take(*came.result())
-            if disagreed is not None:
+            if (disagreed := bucket.take(*came.result())) is not None:
                 self._spawn(self._disagree, communicator, *disagreed)
                 return
             self.run.workers.agreed(bucket.num_bytes)
@@ -300,9 +302,8 @@ class Exchange(asyncio.Future[T]):
 
     def _end_parts(self, communicator: Communicator, slots: Sequence[list[bytes]]) -> None:
         """End the reductions that all workers have started; go on with the rest."""
-        parts = self.parts[: len(slots)]
         outcomes = self._outcomes = [*self._outcomes]
-        for (_, summands, call), each in zip(parts, slots, strict=True):
+        for (_, summands, call), each in zip(self.parts[: len(slots)], slots, strict=True):
             assert call is not None  # without `carry`
             try:
                 outcomes.append((call.context.run(summands.carry, communicator, each), None))
@@ -320,8 +321,7 @@ class Exchange(asyncio.Future[T]):
         self._call_then()
         if self._is_cancelled and not self.done():
             super().cancel()
-        tell = self._tell
-        if tell is not None:
+        if (tell := self._tell) is not None:
             if self.done():
                 self._tell = None
             tell()

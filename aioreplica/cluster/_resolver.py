@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -107,7 +107,7 @@ def _checked_spec(given: object, source: str) -> dict[str, tuple[str, ...]]:
         if kind not in TASK_TYPES:
             known = ", ".join(map(repr, TASK_TYPES))
             raise ValueError(f"Unknown task type {kind!r} in the cluster; use {known}. ({source})")
-        no_order = str, Mapping, Set
+        no_order = str, Mapping, set, frozenset
         if isinstance(addresses, no_order) or not isinstance(addresses, Iterable):
             raise TypeError(
                 f"The tasks of type {kind!r} are a list of addresses such as ['host:2222'], got "

@@ -469,30 +469,34 @@ class OpenTurn:
 
 async def take_leave(workers: Workers) -> None:
     """Let the operations before end, and say goodbye; others may be late, or gone."""
-    communicator = workers._communicator
-    timeout = None if communicator is None else communicator.timeout
-    # A stall, which names who is missing, is told up to half a second behind its timeout.
-    limit_s = CLOSING_S if timeout is None else timeout + 1.0
-    late = TimeoutError(
-        f"The other workers did not come to close their strategies within {limit_s:g} s. If they "
-        "have steps left that this one has no part in, let all meet behind them, or set a timeout "
-        "that is longer."
-    )
     run, is_alone = WorkersRun(workers, "-", None), False
-    left_by = workers.left_by
+    left_by, last = workers.left_by, workers.before()
 
-    def give_up() -> None:
+    def limit() -> asyncio.TimerHandle:
+        communicator = workers._communicator
+        timeout = None if communicator is None else communicator.timeout
+        # A stall, which names who is missing, is told up to half a second behind its timeout.
+        limit_s = CLOSING_S if timeout is None else timeout + 1.0
+        return asyncio.get_running_loop().call_later(limit_s, give_up, limit_s)
+
+    def give_up(limit_s: float) -> None:
         nonlocal is_alone
         is_alone = True
-        workers.break_off(error := late if left_by is None else left_by)
+        error: BaseException = left_by or TimeoutError(
+            f"The other workers did not come to close their strategies within {limit_s:g} s. If "
+            "they have steps left that this one has no part in, let all meet behind them, or set "
+            "a timeout that is longer."
+        )
+        workers.break_off(error)
         if workers._communicator is None and last is not None:  # no engine ends its wait
             last._fail(error)
 
-    last = workers.before()
-    timer = asyncio.get_running_loop().call_later(limit_s, give_up)
+    timer = limit()
     try:
         if last is not None:
             await last.over()
+            timer.cancel()
+            timer = limit()  # now there may be a timeout
         communicator = workers._communicator
         if workers._broken is None and communicator is not None:
             workers.groups.leave(communicator, "" if left_by is None else cause_of(left_by))

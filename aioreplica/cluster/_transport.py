@@ -289,7 +289,8 @@ class Link:
 
     def hold(self, what: object) -> None:
         """Keep the memory of an exchange that the engine may not be done with."""
-        self._held.append(what)
+        if what is not None:
+            self._held.append(what)
 
     # ---- on the lane's thread ------------------------------------------------------------
 
