@@ -116,13 +116,7 @@ class Averaging:
     # ---- forward: random numbers ---------------------------------------------------------
 
     def __call__(self, module: nn.Module, _args: object) -> None:
-        """Draw from that generator too where `module.compile` was called after `prepare`.
-
-        Raises:
-            ContextError: If another replica trains the module.
-        """
-        if module.training and torch.is_grad_enabled():  # all may evaluate one of them
-            self._own_replica()
+        """Draw from that generator too where `module.compile` was called after `prepare`."""
         if self._call is not None and module._compiled_call_impl is not self._call:
             draws = self._drawing()
             draws.__enter__()

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heapify, heappop, heappush
-from typing import final
+from typing import Any, final
 
 from ..errors import CheckpointError
 from ._claims import Claim, Listing, not_listed, read_listing
@@ -19,11 +19,13 @@ from ._format import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
     DamagedError,
+    EntryRecord,
     Manifest,
     parse_manifest,
 )
 from ._lane import Stop, run_all
 from ._retry import new_stop
+from ._state import State, below
 from ._storage import Storage, read_all
 from ._tensors import check_header, check_tensor, crc_of, opened_data, reading_file
 from ._writing import folder_of
@@ -330,3 +332,54 @@ def _verify_file(storage: Storage, manifest: Manifest, number: int, stop: Stop) 
             return problems or [f"{file.name} fails its checksum"]
     except DamagedError as error:
         return [str(error)]
+
+
+def gathered(state: State, manifest: Manifest) -> Manifest:
+    """Return a manifest in which each list or dict of scalars is one value.
+
+    Releases up to 0.1.0 had an entry for each if one is NumPy's, or a key is a bool.
+    """
+    entries = dict(manifest.entries)
+    for key, entry in state.entries.items():
+        if key not in entries and entry.composite is None and type(entry.thing) in {list, dict}:
+            own = {each: entries[each] for each in entries if each.startswith(f"{key}/")}
+            record = _gathered_value(key, entry.thing, own)
+            if record is not None:
+                entries = {each: entries[each] for each in entries if each not in own}
+                entries[key] = record
+    return replace(manifest, entries=entries)
+
+
+def _gathered_value(key: str, thing: object, own: Mapping[str, EntryRecord]) -> EntryRecord | None:
+    """Return the records of what is in a container as one; None if it is not numbers alone."""
+    scalars: list[EntryRecord] = []
+    taken: set[str] = set()
+
+    def gather(key: str, thing: object) -> Any:
+        record = own.get(key)
+        if record is not None:
+            taken.add(key)
+            if record.kind == "array" and record.shape == ():
+                scalars.append(record)
+                return {"$scalar": len(scalars) - 1}
+            if record.kind == "value" and not record.tensors:
+                return record.value
+        elif isinstance(thing, dict):
+            items = [[name, gather(below(key, str(name)), thing[name])] for name in thing]
+            return {"$items": items}
+        elif isinstance(thing, list):
+            inside = [each.removeprefix(f"{key}/") for each in own if each.startswith(f"{key}/")]
+            count = len({each.partition("/")[0] for each in inside})
+            children = [*thing[:count], *[None] * (count - len(thing))]
+            return [gather(below(key, str(i)), child) for i, child in enumerate(children)]
+        raise LookupError(key)
+
+    try:
+        value = gather(key, thing)
+    except LookupError:
+        return None
+    if not taken or len(taken) < len(own):
+        return None
+    tensors = tuple(each.tensors[0] for each in scalars)
+    forms = tuple((each.shape, each.dtype) for each in scalars)
+    return EntryRecord("value", value=value, tensors=tensors, forms=forms)

@@ -23,6 +23,7 @@ from ._reading import (
     NUM_LOOKS,
     FoundStep,
     changing_error,
+    gathered,
     newest_whole,
     no_step_error,
 )
@@ -34,7 +35,6 @@ from ._state import (
     DescribedState,
     Entry,
     State,
-    below,
     dtype_name,
     read_state,
 )
@@ -125,7 +125,7 @@ async def _restore_from(
     if isinstance(state, DescribedState) and state.adapt is not None:
         manifest, added = state.adapt(manifest)
     found = read_state(state)
-    manifest = _gathered(found, manifest)
+    manifest = gathered(found, manifest)
     plan = make_plan(found, manifest, partial=is_partial, added=added)
     ranges = plan.ranges()
     read = bound(read_tensors, storage, manifest, plan.keys, ranges)
@@ -229,43 +229,6 @@ def relabelled(manifest: Manifest, now: Callable[[str], str | None]) -> Manifest
         if own is not None and owner is not None and made_by is not None:
             entries[own] = replace(record, owner=owner, object=made_by)
     return replace(manifest, entries=entries)
-
-
-def _gathered(state: State, manifest: Manifest) -> Manifest:
-    """Return a manifest in which each list or dict of scalars is one value.
-
-    Releases up to 0.1.0 had an entry for each if one is NumPy's, or a key is a bool.
-    """
-    entries = dict(manifest.entries)
-    for key, entry in state.entries.items():
-        if key not in entries and entry.composite is None and type(entry.thing) in {list, dict}:
-            own = {each: entries[each] for each in entries if each.startswith(f"{key}/")}
-            record = _gathered_value(key, entry.thing, own)
-            if record is not None:
-                entries = {each: entries[each] for each in entries if each not in own}
-                entries[key] = record
-    return replace(manifest, entries=entries)
-
-
-def _gathered_value(
-    key: str, thing: Collection[object], own: Mapping[str, EntryRecord]
-) -> EntryRecord | None:
-    """Return the records of what is in a container as one; None if it is not numbers alone."""
-    names = thing if isinstance(thing, dict) else range(len(own))
-    records = [own.get(below(key, str(name)), EntryRecord("")) for name in names]
-    scalars = [each for each in records if each.kind == "array" and each.shape == ()]
-    num_plain = sum(each.kind == "value" and not each.tensors for each in records)
-    if not records or not len(scalars) + num_plain == len(records) == len(own):
-        return None
-    numbers = iter(range(len(scalars)))
-    values: Any = [
-        each.value if each.kind == "value" else {"$scalar": next(numbers)} for each in records
-    ]
-    if isinstance(thing, dict):
-        values = {"$items": [list(pair) for pair in zip(names, values, strict=True)]}
-    tensors = tuple(each.tensors[0] for each in scalars)
-    forms = tuple((each.shape, each.dtype) for each in scalars)
-    return EntryRecord("value", value=values, tensors=tensors, forms=forms)
 
 
 def make_plan(
@@ -396,7 +359,8 @@ def _as_scalar(like: np.generic, value: object) -> np.generic | None:
             made: np.generic = like.dtype.type(value)
     except (OverflowError, ValueError):
         return None
-    return made if isinstance(made, np.floating) or made == value else None
+    is_rounded = isinstance(made, np.floating) and not np.isinf(made)
+    return made if is_rounded or made == value else None
 
 
 # ---- variables ---------------------------------------------------------------------------

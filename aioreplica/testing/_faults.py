@@ -318,7 +318,9 @@ class Targets:
         if is_one:
             self._found.add(id(fault))
         elif id(fault) not in self._found:
-            self._passed.setdefault(id(fault), {}).update(dict.fromkeys(names))
+            passed = self._passed.setdefault(id(fault), {})
+            if len(passed) <= NUM_LISTED:
+                passed.update(dict.fromkeys(names))
         return is_one
 
     def warnings(self, faults: Faults | None, num_run: int) -> tuple[str, ...]:
@@ -360,28 +362,37 @@ class FaultRun:
     def extra_latency_s(self, op: PoolOp) -> float:
         """Decide, at an op's start, how much longer it takes; infinity if it never ends."""
         extra = 0.0
-        for i, fault in enumerate(self._faults):
-            if fault.kind == SLOW and self._is_for(fault, op) and self._slow[i]:
-                extra += (fault.factor - 1.0) * LATENCY_S
-            elif fault.kind == HANG and self._is_for(fault, op) and self._strikes(i, fault):
+        for i, fault in self._those_for(op, SLOW, HANG):
+            if fault.kind == SLOW:
+                extra += (fault.factor - 1.0) * LATENCY_S if self._slow[i] else 0.0
+            elif self._strikes(i, fault):
                 return math.inf
         return extra
 
     def error_of(self, op: PoolOp) -> BaseException | None:
         """Decide, at an op's end, whether it fails, and how."""
         pool = op.pool.name
-        for i, fault in enumerate(self._faults):
+        for i, fault in self._those_for(op, LOSE, FAIL):
             if fault.kind == LOSE:
-                if self.lost.get(i) == pool or (
-                    i not in self.lost and self._is_for(fault, op) and self._strikes(i, fault)
-                ):
+                if self.lost.get(i) == pool or (i not in self.lost and self._strikes(i, fault)):
                     self.lost[i] = pool
                     return WorkerLostError(
                         f"The worker of {pool} is gone: a fault of this schedule."
                     )
-            elif fault.kind == FAIL and self._is_for(fault, op) and self._strikes(i, fault):
+            elif self._strikes(i, fault):
                 return _error(fault, op)
         return None
+
+    def _those_for(self, op: PoolOp, *kinds: int) -> list[tuple[int, Fault]]:
+        """Return the faults of some kinds that could strike an op: all, whichever strikes first."""
+        return [
+            (i, fault)
+            for i, fault in enumerate(self._faults)
+            if fault.kind in kinds and (self._is_for(fault, op) or self._has_lost(i, op))
+        ]
+
+    def _has_lost(self, i: int, op: PoolOp) -> bool:
+        return self.lost.get(i) == op.pool.name
 
     def visit(self, name: str) -> None:
         """Decide whether a visit of a point fails; raise what it then raises."""

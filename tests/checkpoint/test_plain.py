@@ -190,14 +190,22 @@ async def test_scalars_that_were_saved_one_by_one_are_put_together(
 ) -> None:
     """Up to 0.1.0 each was an entry of its own, and a longer list could not be restored."""
     own = [np.float32(0.1), 0.5, np.int64(2), "x"]
-    state = {"history": own, "last": {"loss": np.float32(2.5), "a/b": 1, 3: np.int8(4)}}
+    state = {
+        "history": own,
+        "last": {"loss": np.float32(2.5), "a/b": 1, 3: np.int8(4)},
+        "run": {"epoch": 3, "config": {"lr": np.float32(0.5)}, "pairs": [[np.int64(1), 2], []]},
+    }
     async with ar.CheckpointManager(tmp_path) as manager:
         with monkeypatch.context() as patch:
             patch.setattr(_state, "_IN_CONTAINERS", _state.PLAIN)
             await manager.save(1, state)
         assert "history/0" in {each.key for each in manager.describe(1).entries}
-        fresh: dict[str, Any] = {"history": [], "last": {"loss": 0.0, "a/b": 0, 3: 0}}
+        fresh: dict[str, Any] = {
+            "history": [],
+            "last": {"loss": 0.0, "a/b": 0, 3: 0},
+            "run": {"epoch": 0, "config": {"lr": 0.0}, "pairs": [[0], None]},
+        }
         await manager.restore(fresh)
         assert fresh == state
         with pytest.raises(CheckpointError, match="Only in the checkpoint: last/loss"):
-            await manager.restore({"history": [], "last": {}})
+            await manager.restore({"history": [], "last": {}, "run": fresh["run"]})

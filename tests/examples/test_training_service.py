@@ -178,6 +178,7 @@ async def test_a_job_is_cancelled_once_and_keeps_its_curve(service: Service) -> 
 async def test_a_job_that_fails_says_why_and_hurts_no_other(service: Service) -> None:
     async with asking(service) as client:
         first = await submit(client, JOBS[2])
+        (service.data / "jobs").mkdir(exist_ok=True)  # the first job may not have got so far
         (service.data / "jobs" / str(first + 1)).write_text("in the way of its checkpoints")
         failed, watch, other = await submit(client, JOBS[2]), Watch(), Watch()
         await asyncio.gather(watch.follow(client, failed), other.follow(client, first))
